@@ -1,0 +1,88 @@
+"""A Request and the Sequences it owns."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as Seq
+
+import attrs
+
+from trio_llm.core.sampling_params import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    """How a sequence ended, as a client and the metrics see it."""
+
+    STOP = "stop"
+    """An end token, a stop token or a stop string."""
+    LENGTH = "length"
+    """max_tokens or the context is used up."""
+    ABORT = "abort"
+    """Somebody asked for the end: the client left, an explicit abort, a deadline."""
+    ERROR = "error"
+    """The request failed, or the engine did."""
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@attrs.define(eq=False)
+class Sequence:
+    """One choice of a request: its tokens, its counters, its blocks.
+
+    There are no phases.  `num_computed_tokens` (tokens whose keys and values are in the
+    cache) chases `num_tokens`; chunked prefill, preemption and drafts are values of
+    these counters.
+    """
+
+    id: int
+    request: Request
+    index: int
+    token_ids: list[int]
+    """Prompt and output."""
+    num_computed_tokens: int = 0
+    block_table: list[int] = attrs.field(factory=list)
+    num_blocks_sent: int = 0
+    """Leading entries of the block table that the executor has confirmed."""
+    draft_token_ids: list[int] = attrs.field(factory=list)
+    num_acknowledged: int = 0
+    """Output tokens that the reader has taken."""
+    status: Status = Status.WAITING
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Who goes first: by priority (low first), then arrival, then choice."""
+        return (self.request.priority, self.request.arrival, self.index)
+
+
+@attrs.define(eq=False)
+class Request:
+    """A prompt and what to make of it.  Tokens in, tokens out: no text here.
+
+    Args:
+        id: unique in the engine.
+        prompt_token_ids: at least one.
+        params: resolved (no None left).
+        eos_token_ids: tokens that end a choice, already empty under `ignore_eos`.
+        priority: lower runs first.
+    """
+
+    id: str
+    prompt_token_ids: Seq[int]
+    params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    arrival: int = 0
+    """Set by the scheduler."""
+    sequences: list[Sequence] = attrs.field(factory=list)

@@ -1,0 +1,83 @@
+"""What travels between scheduler, executor and engine in one step: frozen plain data."""
+
+from __future__ import annotations
+
+import attrs
+
+from trio_llm.core.request import FinishReason
+from trio_llm.errors import TrioLLMError
+
+
+@attrs.frozen
+class Row:
+    """One sequence's part of a step.
+
+    The executor keeps each sequence's block table; a row carries only the change:
+    keep the first `num_prior_blocks` entries, then append `new_blocks`.  That makes a
+    retry of a failed step, and a recomputation after preemption, the same message.
+    """
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    """Tokens to compute, the drafts last."""
+    start: int
+    """Position of the first of them, equal to the tokens computed before."""
+    num_prior_blocks: int
+    new_blocks: tuple[int, ...]
+    num_drafts: int
+    """How many of token_ids are drafts, to be verified."""
+    sample: bool
+    """Whether the row reaches the end of the sequence, so that tokens are wanted."""
+    output_index: int
+    """Index, among the sequence's outputs, of the first token it samples: with seed
+    and choice it keys the noise."""
+
+
+@attrs.frozen
+class StepPlan:
+    """The work of one step; plain ints, so that it can be sent to other ranks as it is."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@attrs.frozen
+class StepResult:
+    """What an executor gives back: for each row of the plan, in its order, the tokens
+    sampled (none where the row wanted none; one more than the accepted drafts where it did)."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+
+
+@attrs.frozen
+class SequenceOutput:
+    """What a step, or a failure, means for one sequence."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    """Set once, on the sequence's last output."""
+    error: TrioLLMError | None = None
+
+
+@attrs.frozen
+class CoreStatistics:
+    """A snapshot of the core, in sequences and blocks; counters since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_computed_tokens: int = 0
+    """Tokens that went through the model."""
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Fraction of the KV blocks in use, 0 to 1."""
+        return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
