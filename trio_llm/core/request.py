@@ -26,6 +26,8 @@ class FinishReason(enum.StrEnum):
 class Status(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
+    PARKED = "parked"
+    """Preempted while its reader lags; waits for the reader before it may wait for blocks."""
     FINISHED = "finished"
 
 
@@ -59,6 +61,10 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
 
     @property
     def order(self) -> tuple[int, int, int]:

@@ -1,0 +1,170 @@
+"""EngineCore: the engine without threads, text or time.  Requests in, steps, tokens out."""
+
+from __future__ import annotations
+
+import structlog
+
+from trio_llm.config import EngineSettings
+from trio_llm.core.block_pool import BlockPool
+from trio_llm.core.executor import Executor
+from trio_llm.core.request import FinishReason, Request, Sequence
+from trio_llm.core.scheduler import Scheduler
+from trio_llm.core.step import CoreStatistics, SequenceOutput, StepPlan
+from trio_llm.errors import ContextLengthExceeded, RequestFailed
+
+logger = structlog.get_logger(__name__)
+
+MAX_FAILED_STEPS = 3
+"""Steps in a row in which every row failed, after which the executor counts as broken."""
+
+
+class EngineCore:
+    """Scheduler and executor as one machine.  Synchronous; all calls from one thread.
+
+    Args:
+        executor: runs the steps; closed with the core.
+        settings: limits and the token budget.
+    """
+
+    def __init__(self, executor: Executor, settings: EngineSettings) -> None:
+        self.executor = executor
+        info = executor.info
+        self.max_model_len = min(info.max_model_len, settings.max_model_len or info.max_model_len)
+        self.scheduler = Scheduler(
+            BlockPool(info.num_blocks, info.block_size),
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            credit_window=settings.credit_window,
+        )
+        self._requests: dict[str, Request] = {}
+        self._failed_steps = 0
+        self._num_steps = 0
+        self._num_computed_tokens = 0
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The most tokens, prompt and output, that a sequence can ever have: what the context
+        and the whole KV memory allow."""
+        pool = self.scheduler.pool
+        return min(self.max_model_len, pool.num_blocks * pool.block_size)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ContextLengthExceeded: it could never fit, even alone.
+        """
+        limit = self.max_total_tokens
+        prompt, wanted = len(request.prompt_token_ids), request.params.max_tokens or 1
+        if prompt + wanted > limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt} tokens and {wanted} are wanted, but at most {limit} fit",
+                field="prompt",
+                limit=limit,
+                prompt_tokens=prompt,
+            )
+        assert request.id not in self._requests, "the engine gives every request its own id"
+        self._requests[request.id] = request
+        for sequence in self.scheduler.add(request):
+            self.executor.admit(sequence.id, request.params, sequence.index)
+
+    def finish(self, request_id: str, index: int | None = None) -> None:
+        """End one choice of a request, or all of them; idempotent, and gives no output."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        for sequence in request.sequences if index is None else [request.sequences[index]]:
+            self.scheduler.finish(sequence)
+        self._forget_finished(request)
+
+    def acknowledge(self, request_id: str, index: int, num_tokens: int) -> None:
+        """The reader of a choice took `num_tokens` more tokens: credit to go on."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.scheduler.acknowledge(request.sequences[index], num_tokens)
+
+    def has_work(self) -> bool:
+        """Whether step() would compute anything now."""
+        return self.scheduler.has_work()
+
+    def step(self) -> list[SequenceOutput]:
+        """Plan, execute and commit one step.
+
+        A step that raises is run again row by row, so that only those who cannot go on fail.
+
+        Raises:
+            Exception: whatever the executor raised, when for MAX_FAILED_STEPS steps in a row
+                not one row could be computed: the executor is broken.
+        """
+        plan = self.scheduler.schedule()
+        if not plan.rows:
+            return []
+        try:
+            outputs = self._execute(plan)
+        except Exception as error:
+            logger.warning("step failed, retrying row by row", rows=len(plan.rows), error=repr(error))
+            outputs = self._execute_row_by_row(plan)
+        else:
+            self._failed_steps = 0
+        self._num_steps += 1
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._forget_finished(self._requests[output.request_id])
+        return outputs
+
+    def _execute(self, plan: StepPlan) -> list[SequenceOutput]:
+        result = self.executor.collect(self.executor.launch(plan))
+        self._num_computed_tokens += plan.num_tokens
+        return self.scheduler.update(plan, result)
+
+    def _execute_row_by_row(self, plan: StepPlan) -> list[SequenceOutput]:
+        outputs: list[SequenceOutput] = []
+        error: Exception | None = None
+        num_failed = 0
+        for row in plan.rows:
+            try:
+                outputs += self._execute(StepPlan((row,)))
+            except Exception as caught:
+                error = caught
+                num_failed += 1
+                outputs.append(self._fail(self.scheduler.sequence(row.sequence_id), caught))
+        self._failed_steps = self._failed_steps + 1 if num_failed == len(plan.rows) else 0
+        if error is not None and self._failed_steps >= MAX_FAILED_STEPS:
+            raise error
+        return outputs
+
+    def _fail(self, sequence: Sequence, error: Exception) -> SequenceOutput:
+        logger.error("sequence failed", request_id=sequence.request.id, index=sequence.index, exc_info=error)
+        self.scheduler.finish(sequence)
+        failure = RequestFailed(f"the request failed in the engine: {type(error).__name__}")
+        return SequenceOutput(sequence.request.id, sequence.index, (), FinishReason.ERROR, failure)
+
+    def _forget_finished(self, request: Request) -> None:
+        for sequence in request.sequences:
+            if sequence.is_finished:
+                self.executor.release(sequence.id)
+        if all(sequence.is_finished for sequence in request.sequences):
+            self._requests.pop(request.id, None)
+
+    def statistics(self) -> CoreStatistics:
+        pool = self.scheduler.pool
+        return CoreStatistics(
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free_blocks,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            num_computed_tokens=self._num_computed_tokens,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants; for tests after every step, and cheap enough when idle."""
+        self.scheduler.check()
+        live = {s.id for request in self._requests.values() for s in request.sequences if not s.is_finished}
+        assert live == self.scheduler.live_ids(), "a sequence lives without its request, or the reverse"
+
+    def close(self) -> None:
+        """Close the executor; idempotent."""
+        self.executor.close()

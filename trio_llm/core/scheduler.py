@@ -1,0 +1,286 @@
+"""Scheduler: which tokens of which sequences the next step computes.
+
+`schedule()` reserves blocks and gives a StepPlan; `update()` commits what came of it.
+Only update() moves counters, so a step that raised leaves nothing to undo.
+
+The order is the same everywhere: priority, then arrival, then choice.  It decides who is
+admitted first and, read backwards, who is preempted first, so the first of all can always
+finish and there is no deadlock.  In a step, sequences with one token to go come before
+those with a prompt to go: a long prompt cannot starve who is decoding, and since the
+budget is above the number of sequences, who is decoding cannot starve a prompt.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections.abc import Iterable
+
+from trio_llm.core.block_pool import BlockPool
+from trio_llm.core.request import FinishReason, Request, Sequence, Status
+from trio_llm.core.step import Row, SequenceOutput, StepPlan, StepResult
+
+
+class Scheduler:
+    """Token-budget scheduling with continuous batching, chunked prefill and preemption.
+
+    Touches no tensor.  Of a request it sees tokens only.
+
+    Args:
+        pool: the KV blocks.
+        max_num_seqs: rows in a step.
+        max_num_batched_tokens: token budget of a step, above max_num_seqs.
+        max_model_len: tokens of a sequence, prompt and output.
+        credit_window: output tokens a sequence may be ahead of its reader.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        credit_window: int,
+    ) -> None:
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.credit_window = credit_window
+        self.num_preemptions = 0
+        self._sequences: dict[int, Sequence] = {}
+        self._running: list[Sequence] = []
+        """Sorted by order."""
+        self._num_paused = 0
+        """Of the running: those whose reader is a whole window behind."""
+        self._waiting: list[tuple[tuple[int, int, int], int, Sequence]] = []
+        """A heap by order; finished sequences stay until they surface."""
+        self._arrivals = itertools.count()
+        self._ids = itertools.count()
+        self._pushes = itertools.count()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._sequences) - len(self._running)
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue a request; gives the sequences made for it, one for each choice."""
+        request.arrival = next(self._arrivals)
+        for index in range(request.params.n):
+            sequence = Sequence(next(self._ids), request, index, list(request.prompt_token_ids))
+            request.sequences.append(sequence)
+            self._sequences[sequence.id] = sequence
+            self._wait(sequence)
+        return request.sequences
+
+    def sequence(self, sequence_id: int) -> Sequence:
+        """The live sequence of that id."""
+        return self._sequences[sequence_id]
+
+    def live_ids(self) -> set[int]:
+        """Ids of all sequences that have not ended."""
+        return set(self._sequences)
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence, whatever its state; idempotent.  The only place that frees for good."""
+        if sequence.status is Status.FINISHED:
+            return
+        if sequence.status is Status.RUNNING:
+            self._leave_running(sequence)
+        sequence.status = Status.FINISHED
+        self._release_blocks(sequence)
+        del self._sequences[sequence.id]
+
+    def acknowledge(self, sequence: Sequence, num_tokens: int) -> None:
+        """The reader took `num_tokens` more output tokens."""
+        was_paused = self._is_paused(sequence)
+        sequence.num_acknowledged = min(sequence.num_acknowledged + num_tokens, sequence.num_output_tokens)
+        if was_paused and not self._is_paused(sequence):
+            if sequence.status is Status.RUNNING:
+                self._num_paused -= 1
+            elif sequence.status is Status.PARKED:
+                self._wait(sequence)
+
+    def has_work(self) -> bool:
+        """Whether schedule() would give a row."""
+        return len(self._running) > self._num_paused or self._first_waiting() is not None
+
+    def schedule(self) -> StepPlan:
+        """Choose and reserve the next step; an empty plan only when there is no work."""
+        rows: dict[int, Row] = {}
+        budget = self.max_num_batched_tokens
+        num_preemptions = self.num_preemptions
+
+        ready = [sequence for sequence in self._running if not self._is_paused(sequence)]
+        ready.sort(key=lambda sequence: sequence.num_tokens - sequence.num_computed_tokens > 1)
+        for sequence in ready:
+            if budget == 0 or len(rows) == self.max_num_seqs:
+                break
+            while sequence.status is Status.RUNNING:
+                row = self._reserve(sequence, budget)
+                if row is not None:
+                    rows[sequence.id] = row
+                    budget -= len(row.token_ids)
+                    break
+                if sequence.draft_token_ids:
+                    sequence.draft_token_ids = []  # drafts are dropped before anyone is preempted
+                    continue
+                victim = self._victim()
+                lost = rows.pop(victim.id, None)
+                budget += len(lost.token_ids) if lost else 0
+                self._preempt(victim)
+
+        may_admit = self.num_preemptions == num_preemptions
+        while may_admit and budget > 0 and len(rows) < self.max_num_seqs:
+            newcomer = self._first_waiting()
+            if newcomer is None or not self._make_room(newcomer):
+                break
+            heapq.heappop(self._waiting)
+            newcomer.status = Status.RUNNING
+            bisect.insort(self._running, newcomer, key=lambda other: other.order)
+            row = self._reserve(newcomer, budget)
+            assert row is not None, "room was made for it"
+            rows[newcomer.id] = row
+            budget -= len(row.token_ids)
+        return StepPlan(tuple(rows.values()))
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+        """Commit a step that was executed; gives what is new for each sequence that sampled.
+
+        A sequence that came to its natural end is finished here.
+        """
+        outputs = []
+        for row, sampled in zip(plan.rows, result.token_ids, strict=True):
+            sequence = self._sequences[row.sequence_id]
+            sequence.num_blocks_sent = row.num_prior_blocks + len(row.new_blocks)
+            sequence.draft_token_ids = []
+            sequence.num_computed_tokens = row.start + len(row.token_ids) - row.num_drafts
+            if not row.sample:
+                continue
+            # each accepted draft has its keys and values in the cache already
+            sequence.num_computed_tokens += len(sampled) - 1
+            was_paused = self._is_paused(sequence)
+            tokens, reason = self._until_end(sequence, sampled)
+            sequence.token_ids += tokens
+            self._num_paused += self._is_paused(sequence) - was_paused
+            if reason is not None:
+                self.finish(sequence)
+            outputs.append(SequenceOutput(sequence.request.id, sequence.index, tuple(tokens), reason))
+        return outputs
+
+    def _until_end(self, sequence: Sequence, sampled: Iterable[int]) -> tuple[list[int], FinishReason | None]:
+        request = sequence.request
+        room = min(
+            request.params.max_tokens or self.max_model_len, self.max_model_len - len(request.prompt_token_ids)
+        )
+        tokens: list[int] = []
+        for token in sampled:
+            tokens.append(token)
+            if token in request.eos_token_ids or token in request.params.stop_token_ids:
+                return tokens, FinishReason.STOP
+            if sequence.num_output_tokens + len(tokens) >= room:
+                return tokens, FinishReason.LENGTH
+        return tokens, None
+
+    def _reserve(self, sequence: Sequence, budget: int) -> Row | None:
+        """A row of at most `budget` tokens with its blocks allocated, or None if there are none."""
+        start, end = sequence.num_computed_tokens, sequence.num_tokens
+        pending = sequence.token_ids[start : min(end, start + budget)]
+        sample = start + len(pending) == end
+        drafts = sequence.draft_token_ids[: self._draft_room(sequence, budget - len(pending))] if sample else []
+        missing = self.pool.blocks_for(start + len(pending) + len(drafts)) - len(sequence.block_table)
+        if missing > 0:
+            blocks = self.pool.allocate(missing)
+            if blocks is None:
+                return None
+            sequence.block_table += blocks
+        return Row(
+            sequence_id=sequence.id,
+            token_ids=(*pending, *drafts),
+            start=start,
+            num_prior_blocks=sequence.num_blocks_sent,
+            new_blocks=tuple(sequence.block_table[sequence.num_blocks_sent :]),
+            num_drafts=len(drafts),
+            sample=sample,
+            output_index=sequence.num_output_tokens,
+        )
+
+    def _draft_room(self, sequence: Sequence, budget: int) -> int:
+        """Drafts a row may carry: within budget, credit and context, one token being sure to come."""
+        credit = self.credit_window - (sequence.num_output_tokens - sequence.num_acknowledged)
+        return max(0, min(budget, credit - 1, self.max_model_len - sequence.num_tokens - 1))
+
+    def _first_waiting(self) -> Sequence | None:
+        while self._waiting and self._waiting[0][-1].status is Status.FINISHED:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][-1] if self._waiting else None
+
+    def _make_room(self, newcomer: Sequence) -> bool:
+        """Whether all its tokens find room at once (with less, admission and preemption would
+        chase each other).  Who is paused gives way to it."""
+        while self.pool.blocks_for(newcomer.num_tokens) > self.pool.num_free_blocks:
+            if not self._num_paused:
+                return False
+            self._preempt(self._victim())
+        return True
+
+    def _is_paused(self, sequence: Sequence) -> bool:
+        return sequence.num_output_tokens - sequence.num_acknowledged >= self.credit_window
+
+    def _victim(self) -> Sequence:
+        """Who gives way: the last of the paused, else the last of all."""
+        if self._num_paused:
+            return next(sequence for sequence in reversed(self._running) if self._is_paused(sequence))
+        return self._running[-1]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take its blocks; its tokens are kept, their keys and values recomputed later."""
+        self._leave_running(sequence)
+        self._release_blocks(sequence)
+        self.num_preemptions += 1
+        if self._is_paused(sequence):
+            sequence.status = Status.PARKED
+        else:
+            self._wait(sequence)
+
+    def _leave_running(self, sequence: Sequence) -> None:
+        position = bisect.bisect_left(self._running, sequence.order, key=lambda other: other.order)
+        assert self._running[position] is sequence
+        del self._running[position]
+        self._num_paused -= self._is_paused(sequence)
+
+    def _release_blocks(self, sequence: Sequence) -> None:
+        self.pool.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_blocks_sent = 0
+        sequence.num_computed_tokens = 0
+        sequence.draft_token_ids = []
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        heapq.heappush(self._waiting, (sequence.order, next(self._pushes), sequence))
+
+    def check(self) -> None:
+        """Assert the invariants of queues, counters and blocks."""
+        running = {sequence.id for sequence in self._running}
+        waiting = [sequence.id for *_, sequence in self._waiting if sequence.status is not Status.FINISHED]
+        parked = {sequence.id for sequence in self._sequences.values() if sequence.status is Status.PARKED}
+        assert len(running) == len(self._running), "a sequence runs twice"
+        assert sorted([*running, *waiting, *parked]) == sorted(self._sequences), "a sequence is in no queue, or in two"
+        assert self._running == sorted(self._running, key=lambda sequence: sequence.order)
+        assert self._num_paused == sum(map(self._is_paused, self._running))
+        for sequence in self._sequences.values():
+            assert sequence.status is not Status.FINISHED
+            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens <= self.max_model_len
+            assert sequence.num_blocks_sent <= len(sequence.block_table)
+            held = len(sequence.block_table) * self.pool.block_size
+            assert sequence.num_computed_tokens <= held
+            if sequence.status is not Status.RUNNING:
+                assert not sequence.block_table and sequence.num_computed_tokens == 0
+        self.pool.check(sequence.block_table for sequence in self._sequences.values())
