@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import difflib
+import logging
+import math
+import os
+import re
+import tomllib
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import attrs
 
 from trio_llm.errors import ConfigurationError
+
+# not structlog: settings are resolved before logging can be configured
+logger = logging.getLogger(__name__)
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -53,3 +65,220 @@ class EngineSettings:
                 f"({self.max_num_seqs}), or prompts could never enter a full batch",
                 field="max_num_batched_tokens",
             )
+
+
+@attrs.frozen(kw_only=True)
+class ServerSettings:
+    """What the server may do and where it listens; `engine` holds what its engine may use."""
+
+    model: str = "smollm2"
+    """A catalogue name, a directory, a .gguf file or a Hugging Face name."""
+    served_model_name: tuple[str, ...] = ()
+    """Names that clients use for the model, the first being the one that is listed first;
+    none is the model's own name."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every IPv4 address."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    uds: str | None = None
+    """Path of a Unix socket to listen on, in place of host and port."""
+    default_max_tokens: int | None = None
+    """Tokens to make when a request names no limit; None is the rest of the context."""
+    compat: Literal["strict", "lenient"] = "strict"
+    """"strict" refuses request fields that are unknown or not supported, "lenient" ignores and logs them."""
+    max_request_bytes: int = 16 * 2**20
+    """Largest request body."""
+    first_result_timeout: float = 10.0
+    """Seconds that a stream waits for its first result before its status line goes out."""
+    sse_keep_alive_interval: float = 15.0
+    """Seconds of silence after which a stream sends a comment."""
+    body_timeout: float = 60.0
+    """Seconds in which a request body must have arrived."""
+    write_timeout: float = 30.0
+    """Seconds in which a client must take what is written to it."""
+    keep_alive_timeout: float = 75.0
+    """Seconds that an idle connection, or one that is still sending its request's head, stays open."""
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests may still take after SIGTERM."""
+    drain_delay: float = 0.0
+    """Seconds between turning unready and refusing requests, so that load balancers can follow."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["auto", "console", "json"] = "auto"
+    """"auto" is JSON unless stderr is a terminal."""
+    num_threads: int | None = None
+    """Threads of a tensor operation on the CPU; None leaves torch's own choice."""
+    switch_interval: float | None = None
+    """Seconds between thread switches of the interpreter; None leaves Python's own."""
+    engine: EngineSettings = attrs.field(factory=EngineSettings)
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigurationError(f"port must be from 0 to 65535, got {self.port}", field="port")
+        for name in ("default_max_tokens", "max_request_bytes", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name} must be at least 1, got {value}", field=name)
+        for name in ("shutdown_timeout", "drain_delay", "first_result_timeout"):
+            if not getattr(self, name) >= 0:
+                raise ConfigurationError(f"{name} must not be negative", field=name)
+        for name in ("sse_keep_alive_interval", "body_timeout", "write_timeout", "keep_alive_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} must be above 0", field=name)
+
+
+SETTINGS: dict[str, attrs.Attribute[Any]] = {
+    field.name: field
+    for settings in (ServerSettings, EngineSettings)
+    for field in attrs.fields(attrs.resolve_types(settings))
+    if field.name != "engine"
+}
+"""Every setting by name, flat: a flag, an environment variable and a TOML key each."""
+
+SIZES = frozenset({"kv_cache_memory", "max_request_bytes"})
+"""Settings in bytes, which may be written like 2GiB."""
+
+PREFIX = "TRIO_LLM_"
+CONFIG_VARIABLE = PREFIX + "CONFIG"
+_SERVICE_LINK = re.compile(r"SERVICE_(HOST|PORT.*)|PORT(_\d+_(TCP|UDP).*)?")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from text such as 500MB, 2GiB or 1048576.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{text!r} is no size such as 500MB, 2GiB or 1048576")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_setting(name: str, value: Any) -> Any:
+    """The value of one setting, from text (environment, command line) or from a TOML value.
+
+    Raises:
+        ConfigurationError: it is not of the setting's type.
+    """
+    kind, choices = _kind(name)
+    try:
+        return _convert(kind, choices, value, size=name in SIZES)
+    except ValueError as error:
+        wanted = f"one of {', '.join(choices)}" if choices else "a list of texts" if kind is tuple else str(error)
+        raise ConfigurationError(f"{name}: {value!r} is not valid: {wanted}", field=name) from None
+
+
+def _kind(name: str) -> tuple[type, tuple[str, ...]]:
+    """A setting's type without its `| None`, and its choices if it has a few."""
+    annotation: Any = SETTINGS[name].type
+    if isinstance(annotation, types.UnionType):
+        annotation = next(part for part in get_args(annotation) if part is not type(None))
+    if get_origin(annotation) is Literal:
+        return str, get_args(annotation)
+    return get_origin(annotation) or annotation, ()
+
+
+def _convert(kind: type, choices: tuple[str, ...], value: Any, *, size: bool) -> Any:
+    is_text = isinstance(value, str)
+    if kind is tuple:
+        parts = value.split(",") if is_text else value
+        if not isinstance(parts, list | tuple) or not all(isinstance(part, str) and part for part in parts):
+            raise ValueError
+        return tuple(parts)
+    if kind is bool:
+        known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        flag = known.get(value.lower()) if is_text else value
+        if not isinstance(flag, bool):
+            raise ValueError("expected true or false")
+        return flag
+    if kind is int:
+        if is_text:
+            value = parse_size(value) if size else int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError("expected a whole number")
+        return value
+    if kind is float:
+        if not isinstance(value, int | float | str) or isinstance(value, bool) or math.isnan(float(value)):
+            raise ValueError("expected a number")
+        return float(value)
+    if not is_text or (choices and value not in choices):
+        raise ValueError("expected text")
+    return value
+
+
+def resolve(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    config: str | None = None,
+) -> ServerSettings:
+    """Settings from flags, else the environment, else the [trio_llm] table of a TOML file, else defaults.
+
+    Args:
+        flags: settings given explicitly, by name.
+        environ: in place of os.environ.
+        config: the TOML file; the variable TRIO_LLM_CONFIG names it otherwise.
+
+    Raises:
+        ConfigurationError: a value is wrong, the file is missing or malformed, or it holds an unknown key.
+    """
+    environ = os.environ if environ is None else environ
+    config = config or environ.get(CONFIG_VARIABLE) or None
+    values = {**_from_toml(config), **_from_environment(environ), **(flags or {})}
+    values = {name: parse_setting(name, value) for name, value in values.items()}
+    engine_names = {field.name for field in attrs.fields(EngineSettings)}
+    engine = EngineSettings(**{name: value for name, value in values.items() if name in engine_names})
+    return ServerSettings(engine=engine, **{name: value for name, value in values.items() if name not in engine_names})
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    values: dict[str, str] = {}
+    service_link = None
+    for variable, value in environ.items():
+        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        name = variable.removeprefix(PREFIX)
+        if _SERVICE_LINK.fullmatch(name) and (name != "PORT" or value.startswith("tcp://")):
+            # Kubernetes describes a Service called "trio-llm" in variables that look like ours
+            service_link = variable
+        elif value.startswith("tcp://"):
+            logger.warning("%s=%s comes from a Kubernetes service link and is ignored", variable, value)
+        elif name.lower() in SETTINGS:
+            values[name.lower()] = value
+        else:
+            logger.warning("unknown environment variable %s%s", variable, _closest(name.lower(), PREFIX, str.upper))
+    if service_link is not None:
+        logger.warning(
+            "%s and its like come from Kubernetes service links and are ignored; "
+            "`enableServiceLinks: false` in the pod's spec turns them off",
+            service_link,
+        )
+    return values
+
+
+def _from_toml(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the configuration file {path}: {error.strerror}", field="config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {error}", field="config") from error
+    # the rest of the file may be Hypercorn's
+    table = document.get("trio_llm", {})
+    if not isinstance(table, dict):
+        raise ConfigurationError(f"{path}: trio_llm must be a table", field="trio_llm")
+    values = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in SETTINGS:
+            raise ConfigurationError(f"{path}: unknown key {key} in [trio_llm]{_closest(name)}", field=key)
+        values[name] = value
+    return values
+
+
+def _closest(name: str, prefix: str = "", spell: Callable[[str], str] = str) -> str:
+    matches = difflib.get_close_matches(name, SETTINGS, n=1)
+    return f"; did you mean {prefix}{spell(matches[0])}?" if matches else ""
