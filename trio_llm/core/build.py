@@ -1,0 +1,35 @@
+"""From a loaded model to an EngineCore."""
+
+from __future__ import annotations
+
+from trio_llm.config import EngineSettings
+from trio_llm.core.attention import SdpaBackend
+from trio_llm.core.engine_core import EngineCore
+from trio_llm.core.memory import num_kv_blocks
+from trio_llm.core.model import PagedModel
+from trio_llm.core.torch_executor import TorchExecutor
+from trio_llm.models.loader import LoadedModel
+
+
+def build_core(loaded: LoadedModel, settings: EngineSettings) -> EngineCore:
+    """Give a model pages, probe it and put an engine around it.
+
+    Raises:
+        ModelNotSupported: the architecture cannot run through paged attention, or runs wrongly.
+        ConfigurationError: the KV memory is too small.
+    """
+    device = loaded.model.device
+    backend = SdpaBackend(device, settings.block_size or 16)
+    model = PagedModel(loaded.model, backend)
+    max_model_len = min(loaded.max_model_len, settings.max_model_len or loaded.max_model_len)
+    num_blocks = num_kv_blocks(
+        model.specs,
+        block_size=backend.block_size,
+        dtype=model.dtype,
+        device=device,
+        settings=settings,
+        max_model_len=max_model_len,
+    )
+    model.allocate(num_blocks)
+    model.probe()
+    return EngineCore(TorchExecutor(model, num_blocks=num_blocks, max_model_len=max_model_len), settings)

@@ -1,0 +1,221 @@
+"""PagedModel: any transformers decoder, run over packed tokens with paged attention.
+
+An architecture that could not run, or would silently run wrongly, is refused when it is
+loaded: a static gate looks at the configuration, a probe runs two short sequences through
+our attention and through the model's own and compares the logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from trio_llm.core.attention import (
+    IMPLEMENTATION,
+    LAYER_ATTRIBUTE,
+    AttentionBackend,
+    LayerSpec,
+    Options,
+    SequenceSpan,
+    attention,
+    register,
+)
+from trio_llm.errors import ModelNotSupported
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+"""Rotary embeddings that look at the longest position of the whole batch."""
+
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest difference of a probe's logits, relative to the largest of them."""
+
+
+@attrs.frozen
+class SpanInput:
+    """One sequence's tokens in a packed forward."""
+
+    token_ids: Sequence[int]
+    span: SequenceSpan
+
+
+class PagedModel:
+    """A transformers model whose attention reads and writes pages.
+
+    Args:
+        model: eval mode, on its device.  Its attention implementation is replaced.
+        backend: owns the pages, on the same device.
+
+    Raises:
+        ModelNotSupported: its attention cannot be replaced.
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: AttentionBackend) -> None:
+        self.model = model
+        self.backend = backend
+        self.device = model.device
+        self.dtype = model.dtype
+        _check_config(model)
+        self._own_attention: str = model.config.get_text_config()._attn_implementation
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        register()
+        self._use_attention(IMPLEMENTATION)
+        with torch.inference_mode():
+            self._layers = self._discover()
+
+    @property
+    def specs(self) -> list[LayerSpec]:
+        """What each attention layer caches, in the order in which the forward meets them."""
+        return [spec for _, spec in self._layers]
+
+    @property
+    def vocab_size(self) -> int:
+        head = self.model.get_output_embeddings()
+        return int(head.weight.shape[0]) if head is not None else int(self.model.config.get_text_config().vocab_size)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make KV memory of `num_blocks` blocks, in place of what there was."""
+        for (module, _), layer in zip(
+            self._layers, self.backend.allocate(self.specs, num_blocks, self.dtype), strict=True
+        ):
+            setattr(module, LAYER_ATTRIBUTE, layer)
+
+    def forward(self, inputs: Sequence[SpanInput], wanted: Sequence[int]) -> Tensor:
+        """Compute the packed tokens of several sequences.
+
+        Args:
+            inputs: the sequences' tokens, packed in this order.
+            wanted: indices into the packed tokens whose logits are wanted.
+
+        Returns:
+            Logits (len(wanted), vocab_size), float32, on the model's device.
+        """
+        self.backend.begin_step([part.span for part in inputs])
+        token_ids = [token for part in inputs for token in part.token_ids]
+        positions = [p for part in inputs for p in range(part.span.start, part.span.start + part.span.length)]
+        return self._forward(token_ids, positions, wanted)
+
+    def _forward(self, token_ids: Sequence[int], positions: Sequence[int], wanted: Sequence[int]) -> Tensor:
+        keep = self._tensor(wanted)
+        arguments: dict[str, Any] = {"logits_to_keep": keep} if self._keeps_logits else {}
+        logits = self.model(
+            input_ids=self._tensor(token_ids)[None],
+            position_ids=self._tensor(positions)[None],
+            use_cache=False,
+            **arguments,
+        ).logits
+        return (logits[0] if self._keeps_logits else logits[0, keep]).float()
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _use_attention(self, name: str) -> None:
+        self.model.set_attn_implementation(name)
+        if self.model.config.get_text_config()._attn_implementation != name:
+            raise ModelNotSupported(f"the attention of {type(self.model).__name__} cannot be replaced")
+
+    def _discover(self) -> list[tuple[nn.Module, LayerSpec]]:
+        """Run a few tokens through the model and see which modules attend, and to what."""
+        recorder = _Recorder()
+        for module in self.model.modules():
+            setattr(module, LAYER_ATTRIBUTE, recorder)
+        name = type(self.model).__name__
+        try:
+            self._forward([0, 1, 2], [0, 1, 2], [2])
+        except Exception as error:
+            raise ModelNotSupported(f"{name} does not run without a cache and a mask: {error}") from error
+        finally:
+            for module in self.model.modules():
+                delattr(module, LAYER_ATTRIBUTE)
+        if not recorder.layers:
+            raise ModelNotSupported(f"{name} does not dispatch its attention through transformers' interface")
+        modules = [module for module, _ in recorder.layers]
+        if len(set(modules)) != len(modules):
+            raise ModelNotSupported(f"{name} attends more than once in a layer")
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None)
+        if kinds is not None:
+            windows = [spec.sliding_window is not None for _, spec in recorder.layers]
+            if windows != [kind == "sliding_attention" for kind in kinds]:
+                raise ModelNotSupported(f"{name} does not tell its attention which layers have a sliding window")
+        return recorder.layers
+
+    def probe(self) -> None:
+        """Compare our attention with the model's own on two short sequences.
+
+        Uses pages 0 to 3; their content is lost.
+
+        Raises:
+            ModelNotSupported: the logits differ.
+        """
+        generator = torch.Generator().manual_seed(0)
+        size = self.backend.block_size
+        long, short = (
+            torch.randint(min(self.vocab_size, 1000), (length,), generator=generator, device="cpu").tolist()
+            for length in (size + 3, min(size, 5))
+        )
+        with torch.inference_mode():
+            # the long one in two chunks across a block border, the short one beside the second
+            self.forward([SpanInput(long[:-4], SequenceSpan(0, size - 1, [2, 0]))], [0])
+            paged = self.forward(
+                [
+                    SpanInput(long[-4:], SequenceSpan(size - 1, 4, [2, 0])),
+                    SpanInput(short, SequenceSpan(0, len(short), [3])),
+                ],
+                range(4 + len(short)),
+            )
+            self._use_attention(self._own_attention)
+            try:
+                own = torch.cat(
+                    [
+                        self._forward(long, range(len(long)), range(len(long)))[-4:],
+                        self._forward(short, range(len(short)), range(len(short))),
+                    ]
+                )
+            finally:
+                self._use_attention(IMPLEMENTATION)
+        error = float((paged - own).abs().max() / own.abs().max().clamp(min=1e-6))
+        if not error <= PROBE_TOLERANCE[self.dtype]:  # NaN fails too
+            raise ModelNotSupported(
+                f"{type(self.model).__name__} computes other logits with paged attention than with its own "
+                f"(relative difference {error:.2g}), so it is not served"
+            )
+
+
+class _Recorder:
+    """A Layer that attends without pages and notes who asked."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[nn.Module, LayerSpec]] = []
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        self.layers.append((module, LayerSpec(key.shape[1], key.shape[3], value.shape[3], options.sliding_window)))
+        return attention(query, key, value, None, causal=True, options=options).transpose(1, 2)
+
+
+def _check_config(model: PreTrainedModel) -> None:
+    """The static gate."""
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds <= ATTENTION_KINDS:
+        raise ModelNotSupported(f"{name} has layers of kind {', '.join(sorted(kinds - ATTENTION_KINDS))}")
+    if config.is_encoder_decoder:
+        raise ModelNotSupported(f"{name} is an encoder-decoder model")
+    for rope in _rope_parameters(config):
+        if rope.get("rope_type", "default") in BATCH_DEPENDENT_ROPE:
+            raise ModelNotSupported(f"{name} uses {rope['rope_type']} rotary embeddings, which mix up a batch")
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The config's rope parameters: one dict, or one for each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
