@@ -1,0 +1,27 @@
+"""Sphinx configuration.  The build needs no network: names of other projects are not looked up."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as installed_version
+
+project = "trio_llm"
+author = "The trio_llm maintainers"
+copyright = author
+release = version = installed_version("trio-llm")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib_trio"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"trio_llm {release}"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+default_role = "code"  # in docstrings, `name` is code
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+
+# with -n every name in a signature must resolve; these belong to other projects
+_OTHERS = "attrs?|cattrs|collections|contextlib|enum|hypercorn|pathlib|quart|quart_trio|structlog|torch|transformers|trio"
+nitpick_ignore_regex = [("py:.*", rf"(?:{_OTHERS})\..*"), ("py:.*", r"(?:typing|types)\..*")]
