@@ -77,8 +77,8 @@ class PagedModel:
 
     @property
     def vocab_size(self) -> int:
-        head = self.model.get_output_embeddings()
-        return int(head.weight.shape[0]) if head is not None else int(self.model.config.get_text_config().vocab_size)
+        """Logits in a row; at least the tokenizer's vocabulary, often padded beyond it."""
+        return int(self.model.config.get_text_config().vocab_size)
 
     def allocate(self, num_blocks: int) -> None:
         """Make KV memory of `num_blocks` blocks, in place of what there was."""
@@ -111,7 +111,8 @@ class PagedModel:
             use_cache=False,
             **arguments,
         ).logits
-        return (logits[0] if self._keeps_logits else logits[0, keep]).float()
+        rows: Tensor = logits[0] if self._keeps_logits else logits[0, keep]
+        return rows.float()
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -78,8 +78,8 @@ class SamplingParams:
     def _check_stop(self, _: attrs.Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
         if len(value) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(value)}", field="stop")
-        if not all(isinstance(text, str) and text for text in value):
-            raise InvalidRequest("stop strings must be non-empty strings", field="stop")
+        if not all(value):
+            raise InvalidRequest("stop strings must not be empty", field="stop")
 
     def resolved(self, defaults: SamplingParams, *, max_tokens: int, seed: int) -> SamplingParams:
         """These params with every None filled in, first from `defaults` (the model's own),

@@ -176,9 +176,7 @@ class Scheduler:
 
     def _until_end(self, sequence: Sequence, sampled: Iterable[int]) -> tuple[list[int], FinishReason | None]:
         request = sequence.request
-        room = min(
-            request.params.max_tokens or self.max_model_len, self.max_model_len - len(request.prompt_token_ids)
-        )
+        room = min(request.params.max_tokens or self.max_model_len, self.max_model_len - len(request.prompt_token_ids))
         tokens: list[int] = []
         for token in sampled:
             tokens.append(token)
