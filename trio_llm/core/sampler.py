@@ -74,7 +74,8 @@ def _sample_sorted(scaled: Tensor, draws: Sequence[Draw], tokens: Tensor, rows: 
     values, ids = scaled.topk(size, dim=-1)
     top_k = _column(scaled, [draw.params.top_k if 0 < (draw.params.top_k or 0) <= size else size for draw in draws])
     has_top_k = _column(scaled, [float(0 < (draw.params.top_k or 0) <= size) for draw in draws]) > 0
-    top_p = _column(scaled, [_top_p(draw) for draw in draws])
+    # 1 must keep the last candidate, whatever the sum before it rounds to
+    top_p = _column(scaled, [_top_p(draw) if _top_p(draw) < 1 else 2.0 for draw in draws])
     outside = torch.arange(size, device=scaled.device) >= top_k
     values = values.masked_fill(outside, float("-inf"))
     # with a top_k the nucleus is one of the top k alone, else one of the whole vocabulary
