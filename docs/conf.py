@@ -30,6 +30,11 @@ _OTHERS = (
 )
 nitpick_ignore_regex = [("py:.*", rf"(?:{_OTHERS})\..*"), ("py:.*", r"(?:typing|types)\..*")]
 
+nitpick_ignore = [
+    ("py:class", "Prompt"),  # an alias of a union
+    ("py:class", "trio_llm.core.engine_core.EngineCore"),  # only in the constructor of Engine, which open_engine calls
+]
+
 
 def _google_style(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Translate `Args:`, `Raises:` and the like.
