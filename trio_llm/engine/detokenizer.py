@@ -1,0 +1,200 @@
+"""Token ids to text as they arrive, and the stop strings in it.
+
+Never half a character, never a lost one: the pieces joined are what decoding all ids at
+once gives.  A tokenizer only has to decode; what is special about it (tokens that vanish,
+byte-fallback tokens) is found out once, by `TokenDecoder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+REPLACEMENT = "\ufffd"
+"""What an incomplete or wrong byte sequence decodes to."""
+
+CONTEXT = 6
+"""Tokens of text already given that stay in the window: a character has at most four
+bytes, and a leading space is dropped only at the very start of a text."""
+WINDOW = 12
+"""Tokens in the window at which it is cut down to CONTEXT."""
+
+
+class TokenDecoder:
+    """A tokenizer's decode() and what is known about its vocabulary; one for each engine.
+
+    Args:
+        tokenizer: anything with `decode(ids, skip_special_tokens=...)`.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._decode = _plainest_decode(tokenizer)
+        special = getattr(tokenizer, "all_special_ids", ())
+        self.vanishing_ids = frozenset(token for token in special if self.decode([token]) == "")
+        """Special tokens, which skip_special_tokens leaves out."""
+        self.byte_ids = self._find_byte_ids(tokenizer)
+        """SentencePiece's byte-fallback tokens, if it has any."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of these tokens, without special ones."""
+        text: str = self._decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def context(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The end of a prompt that its continuation must be decoded with."""
+        context: list[int] = []
+        for token in reversed(prompt_token_ids):
+            # a run of byte tokens can only be decoded whole
+            if len(context) >= CONTEXT and context[-1] not in self.byte_ids:
+                break
+            if token not in self.vanishing_ids:
+                context.append(token)
+        return context[::-1]
+
+    def _find_byte_ids(self, tokenizer: Any) -> frozenset[int]:
+        convert = getattr(tokenizer, "convert_tokens_to_ids", None)
+        if convert is None:
+            return frozenset()
+        ids = convert([f"<0x{byte:02X}>" for byte in range(256)])
+        if not all(isinstance(token, int) for token in ids):
+            return frozenset()
+        character = "€"
+        works = self.decode([ids[byte] for byte in character.encode()]) == character
+        return frozenset(ids) if works else frozenset()
+
+
+class Detokenizer:
+    """The text of one choice, piece by piece.
+
+    The tokens are decoded in a small window that moves along; what is new is the part of
+    the window's text that was not given before.  Held back is only what the next token can
+    still change: a trailing incomplete character, or a run of byte-fallback tokens, which
+    decode to characters or not at all as a whole.
+
+    Args:
+        decoder: of the engine.
+        prompt_token_ids: what the choice continues.  A character that the prompt begins
+            and the output completes belongs to the output.
+    """
+
+    def __init__(self, decoder: TokenDecoder, prompt_token_ids: Sequence[int]) -> None:
+        self._decoder = decoder
+        self._window = decoder.context(prompt_token_ids)
+        self._prompt_text: str | None = decoder.decode(self._window)
+        """Text of the window when it held prompt only; None once a piece was given."""
+        self._num_given = 0
+        """Characters of the window's text that were given."""
+        self._limit = WINDOW
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; gives the text that is certain now, which may be empty."""
+        if token_id in self._decoder.vanishing_ids:
+            return ""
+        self._window.append(token_id)
+        if token_id in self._decoder.byte_ids:
+            return ""
+        text = self._decoder.decode(self._window)
+        # between bytes of a run nothing is certain; behind a run everything is
+        is_open = text.endswith(REPLACEMENT) and not self._decoder.byte_ids
+        piece = self._give(text, len(text) - is_open)
+        if len(self._window) >= self._limit:
+            self._cut(text)
+        return piece
+
+    def flush(self) -> str:
+        """The text held back, as it stands: no token will follow."""
+        text = self._decoder.decode(self._window)
+        return self._give(text, len(text))
+
+    def _give(self, text: str, end: int) -> str:
+        if self._prompt_text is not None:
+            if text.startswith(self._prompt_text):
+                self._num_given = len(self._prompt_text)
+            else:
+                self._num_given = len(self._prompt_text.rstrip(REPLACEMENT))
+        piece = text[self._num_given : end]
+        if piece:
+            self._num_given = end
+            self._prompt_text = None
+        return piece
+
+    def _cut(self, text: str) -> None:
+        """Drop the front of the window, if what stays still decodes the same way."""
+        held = text[self._num_given :]
+        window = self._window[-CONTEXT:]
+        tail = self._decoder.decode(window)
+        if self._prompt_text is None and len(tail) > len(held) and tail.endswith(held):
+            self._window = window
+            self._num_given = len(tail) - len(held)
+            self._limit = WINDOW
+        else:
+            # only invisible tokens or a long broken character: look again later
+            self._limit = 2 * len(self._window)
+
+
+class StopMatcher:
+    """Finds the first stop string in a text that comes in pieces.
+
+    The first match is the one that is complete first, and of those that are complete at
+    the same character the longest: so it depends on the text alone and not on where the
+    tokens are cut.  Held back is exactly the longest end of the text that a stop string
+    could begin with (Knuth, Morris and Pratt's automaton: constant time for a character).
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._matched = [0] * len(self._stops)
+        """For each stop string, how much of it the text ends with."""
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """Take the next piece of text.
+
+        Returns:
+            The text that can be given now, and whether a stop string ended it.
+        """
+        if not self._stops:
+            return piece, False
+        text = self._held + piece
+        for end, character in enumerate(piece, len(self._held) + 1):
+            longest = 0
+            for number, (stop, borders) in enumerate(self._stops):
+                length = self._matched[number]
+                while length and stop[length] != character:
+                    length = borders[length - 1]
+                length += stop[length] == character
+                if length == len(stop):
+                    longest = max(longest, length)
+                self._matched[number] = length
+            if longest:
+                self._held = ""
+                return text[: end - longest], True
+        split = len(text) - max(self._matched)
+        self._held = text[split:]
+        return text[:split], False
+
+    def flush(self) -> str:
+        """The text held back: no stop string will come of it."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _borders(stop: str) -> list[int]:
+    """For each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(stop)
+    length = 0
+    for position in range(1, len(stop)):
+        while length and stop[length] != stop[position]:
+            length = borders[length - 1]
+        length += stop[length] == stop[position]
+        borders[position] = length
+    return borders
+
+
+def _plainest_decode(tokenizer: Any) -> Any:
+    """decode() without the wrapping of transformers' fast tokenizers, where that adds nothing but time."""
+    method = getattr(type(tokenizer), "_decode", None)
+    is_plain = getattr(method, "__module__", "") == "transformers.tokenization_utils_tokenizers"
+    if is_plain and not tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.backend_tokenizer.decode
+    return tokenizer.decode

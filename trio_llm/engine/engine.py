@@ -1,0 +1,479 @@
+"""The engine as an embedding application sees it, and the nursery it lives in."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import attrs
+import structlog
+import trio
+
+from trio_llm.config import EngineSettings
+from trio_llm.core.engine_core import EngineCore
+from trio_llm.core.executor import Executor
+from trio_llm.core.request import FinishReason, Request
+from trio_llm.core.sampling_params import SamplingParams
+from trio_llm.core.step import CoreStatistics
+from trio_llm.engine.detokenizer import TokenDecoder
+from trio_llm.engine.generation import Generation, Prompt
+from trio_llm.engine.statistics import Counters, Observer, Statistics
+from trio_llm.engine.worker import Add, Command, Report, Settle, Stop, Worker
+from trio_llm.errors import (
+    ContextLengthExceeded,
+    EngineDead,
+    InvalidRequest,
+    QueueFull,
+    ReaderStalled,
+    RequestFailed,
+    ShuttingDown,
+)
+
+logger = structlog.get_logger(__name__)
+
+State = Literal["ready", "draining", "stuck", "dead"]
+
+
+class Model(Protocol):
+    """What an engine must know of a model beside its executor; a LoadedModel is one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def defaults(self) -> SamplingParams: ...
+    @property
+    def eos_token_ids(self) -> Collection[int]: ...
+    @property
+    def max_model_len(self) -> int: ...
+
+
+Load = Callable[[], tuple[Model, EngineCore]]
+Drive = Callable[[Worker, Callable[[Report], None]], Awaitable[None]]
+"""Runs a worker, which delivers its reports to the callable on the Trio thread, until it stops."""
+
+
+@asynccontextmanager
+async def open_engine(
+    model: str | Model,
+    *,
+    executor: Executor | None = None,
+    settings: EngineSettings | None = None,
+    name: str | None = None,
+    **overrides: Any,
+) -> AsyncIterator[Engine]:
+    """Load a model and run an engine for it as long as the block runs.
+
+    Args:
+        model: a catalogue name, a Hugging Face directory or name, a .gguf file, or a model
+            that is loaded already.
+        executor: runs the steps in place of the model.
+        settings: limits; `overrides` replace single fields of it.
+        name: what the engine is called; by default the model's name.
+
+    Yields:
+        The engine, ready.  At the end of the block every request that still runs ends.
+
+    Raises:
+        ModelLoadError: the model could not be found or loaded.
+        ConfigurationError: a setting is wrong.
+        EngineDead: the engine broke or hung; the block was cancelled.
+    """
+    settings = attrs.evolve(settings or EngineSettings(), **overrides)
+    async with run_engine(partial(_load, model, executor, settings), settings, name=name) as engine:
+        yield engine
+
+
+def _load(model: str | Model, executor: Executor | None, settings: EngineSettings) -> tuple[Model, EngineCore]:
+    """Everything that touches torch; runs in the engine's thread."""
+    if isinstance(model, str):
+        from trio_llm.models.loader import load_model
+
+        model = load_model(model, settings=settings)
+    if executor is not None:
+        return model, EngineCore(executor, settings)
+    from trio_llm.core.build import build_core
+    from trio_llm.models.loader import LoadedModel
+
+    assert isinstance(model, LoadedModel), "a model that is not a LoadedModel comes with its own executor"
+    return model, build_core(model, settings)
+
+
+async def drive_in_thread(worker: Worker, deliver: Callable[[Report], None]) -> None:
+    """Run a worker in a thread of its own."""
+    token = trio.lowlevel.current_trio_token()
+    worker.deliver = lambda report: token.run_sync_soon(deliver, report)
+    await trio.to_thread.run_sync(
+        worker.run, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1), thread_name="trio_llm engine"
+    )
+
+
+@asynccontextmanager
+async def run_engine(
+    load: Load,
+    settings: EngineSettings,
+    *,
+    name: str | None = None,
+    drive: Drive = drive_in_thread,
+    **worker_options: Any,
+) -> AsyncIterator[Engine]:
+    """The nursery of an engine; `open_engine` with its parts exchangeable.
+
+    The worker and the watchdog are shielded: whatever happens to the block, the worker is
+    told to stop and waited for, and only the watchdog gives up on it.  Exceptions of the
+    block leave as they are; a broken engine leaves as one EngineDead.
+    """
+    engine = Engine(load, settings, name, **worker_options)
+    failure: BaseException | None = None
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(engine._work, drive)
+        nursery.start_soon(engine._watch)
+        try:
+            await engine._wait_until_loaded()
+            with engine._body_scope:
+                yield engine
+        except BaseException as error:
+            failure = error
+        finally:
+            nursery.cancel_scope.shield = True
+            engine._close()
+    if engine._death is not None and (failure is None or _is_echo(failure)):
+        raise engine._death
+    if failure is not None:
+        raise failure
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Whether an exception is only what a dead engine makes of those who used it."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split((trio.Cancelled, EngineDead))[1] is None
+    return isinstance(error, trio.Cancelled | EngineDead)
+
+
+class Engine:
+    """Makes Generations.  Made by `open_engine`; everything here belongs to the Trio thread."""
+
+    name: str
+    tokenizer: Any
+    defaults: SamplingParams
+    """The model's own sampling."""
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    """Tokens, prompt and output together, that a request may have."""
+    vocab_size: int
+    _decoder: TokenDecoder
+
+    def __init__(self, load: Load, settings: EngineSettings, name: str | None, **worker_options: Any) -> None:
+        self.settings = settings
+        self._load = load
+        self._name = name
+        self._worker = Worker(self._load_core, **worker_options)
+        self._counters = Counters()
+        self._core_statistics = CoreStatistics()
+        self._generations: dict[str, Generation] = {}
+        """In flight, by request id."""
+        self._by_core_id: dict[str, Generation] = {}
+        self._serials = itertools.count()
+        self._num_choices = 0
+        """In flight."""
+        self._settling: set[trio.Event] = set()
+        self._loaded = trio.Event()
+        self._load_error: BaseException | None = None
+        self._over = trio.Event()
+        """The worker has ended, or was given up."""
+        self._closed_at: float | None = None
+        self._draining = False
+        self._stuck = False
+        self._death: EngineDead | None = None
+        self._body_scope = trio.CancelScope()
+        self._work_scope = trio.CancelScope(shield=True)
+
+    # --- public ---
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        **fields: Any,
+    ) -> Generation:
+        """A request, which starts when the Generation is entered with `async with`.
+
+        Args:
+            prompt: a text to continue, token ids, or chat messages.
+            params: how to sample and when to end; `fields` replace single fields of it.
+            request_id: unique among those in flight; by default a random one.
+            priority: lower runs first.
+
+        Raises:
+            InvalidRequest: a parameter is out of its range.
+        """
+        params = attrs.evolve(params or SamplingParams(), **fields)
+        request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
+        return Generation(self, prompt, params, request_id=request_id, priority=priority)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request as `Generation.abort` does; False if none of that id is in flight."""
+        generation = self._generations.get(request_id)
+        if generation is None:
+            return False
+        generation.abort()
+        return True
+
+    def statistics(self) -> Statistics:
+        """A snapshot of all counters."""
+        return self._counters.snapshot(self._core_statistics, len(self._generations))
+
+    async def settled(self) -> CoreStatistics:
+        """Wait until the core has applied all that was asked of it so far; gives its statistics then.
+
+        Raises:
+            EngineDead: the engine died.
+        """
+        await trio.lowlevel.checkpoint()
+        if not self._over.is_set():
+            event = trio.Event()
+            self._settling.add(event)
+            self._post(Settle(event))
+            try:
+                await event.wait()
+            finally:
+                self._settling.discard(event)
+        self._raise_if_dead()
+        return self._core_statistics
+
+    def drain(self) -> None:
+        """Take no new request from now on (ShuttingDown); those in flight go on."""
+        self._draining = True
+
+    @property
+    def observers(self) -> list[Observer]:
+        """Who hears of tokens and ends; append to it."""
+        return self._counters.observers
+
+    @property
+    def state(self) -> State:
+        """How the engine is; new requests are welcome when it is "ready"."""
+        if self._death is not None:
+            return "dead"
+        if self._stuck:
+            return "stuck"
+        return "draining" if self._draining else "ready"
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Seconds that the running step has taken so far; 0 between steps."""
+        began = self._worker.turn_began
+        return 0.0 if began is None else self._worker.clock() - began
+
+    # --- for generations ---
+
+    def _reserve(self, generation: Generation) -> None:
+        """Enter a request under its id."""
+        self._raise_if_dead()
+        if self._draining:
+            raise ShuttingDown(f"the engine {self.name} takes no new request")
+        if generation.request_id in self._generations:
+            raise InvalidRequest(f"the request id {generation.request_id!r} is in use", field="request_id")
+        self._generations[generation.request_id] = generation
+
+    def _release(self, generation: Generation) -> None:
+        # the id may have a new bearer already
+        if self._generations.get(generation.request_id) is generation:
+            del self._generations[generation.request_id]
+        self._by_core_id.pop(generation.core_id, None)
+
+    async def _tokenize(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            from trio_llm.prompt.chat_template import encode_prompt
+
+            return await _in_thread(encode_prompt, self.tokenizer, prompt)
+        items: list[Any] = list(prompt)
+        if items and isinstance(items[0], Mapping):
+            from trio_llm.prompt.chat_template import render_chat
+
+            return await _in_thread(render_chat, self.tokenizer, items)
+        if not all(type(token) is int for token in items):
+            raise InvalidRequest("a prompt is a text, token ids, or messages", field="prompt")
+        return items
+
+    def _admit(self, generation: Generation, prompt_token_ids: list[int]) -> None:
+        """Let a request in, from counters that live on this thread, or raise."""
+        self._raise_if_dead()
+        params = generation.params
+        self._check_prompt(prompt_token_ids, params.max_tokens)
+        limit = self.settings.max_num_seqs + self.settings.max_num_queued_reqs
+        if params.n > limit:
+            raise InvalidRequest(f"n is {params.n}, but the engine holds at most {limit} choices", field="n")
+        if self._num_choices + params.n > limit:
+            raise QueueFull(f"the engine holds {self._num_choices} of at most {limit} choices", limit=limit)
+        params = params.resolved(
+            self.defaults, max_tokens=self.max_model_len - len(prompt_token_ids), seed=secrets.randbits(64)
+        )
+        # an id may be used again at once, while outputs of its first bearer are on their way
+        core_id = f"{generation.request_id}/{next(self._serials)}"
+        generation._begin(core_id, prompt_token_ids, params)
+        self._by_core_id[core_id] = generation
+        self._num_choices += params.n
+        eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+        self._post(Add(Request(core_id, prompt_token_ids, params, eos_token_ids, generation.priority)))
+
+    def _check_prompt(self, prompt_token_ids: list[int], max_tokens: int | None) -> None:
+        if not prompt_token_ids:
+            raise InvalidRequest("the prompt is empty", field="prompt")
+        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.vocab_size:
+            message = f"the prompt has a token id that is not in the vocabulary (0 to {self.vocab_size - 1})"
+            raise InvalidRequest(message, field="prompt", limit=self.vocab_size)
+        prompt_tokens, limit = len(prompt_token_ids), self.max_model_len
+        if prompt_tokens + (max_tokens or 1) > limit:
+            wanted = "at least 1" if max_tokens is None else str(max_tokens)
+            raise ContextLengthExceeded(
+                f"the context holds at most {limit} tokens, but the prompt has {prompt_tokens} "
+                f"and max_tokens asks for {wanted} more",
+                field="prompt" if prompt_tokens >= limit else "max_tokens",
+                limit=limit,
+                prompt_tokens=prompt_tokens,
+                max_tokens=max_tokens,
+            )
+
+    def _post(self, command: Command) -> None:
+        self._worker.post(command)
+
+    def _choices_ended(self, count: int) -> None:
+        self._num_choices -= count
+
+    # --- the worker's end of it ---
+
+    def _load_core(self) -> EngineCore:
+        """In the worker's thread, before anybody else sees the engine."""
+        model, core = self._load()
+        limits = [model.max_model_len, core.max_total_tokens]
+        self.name = self._name or model.name
+        self.tokenizer = model.tokenizer
+        self.defaults = model.defaults
+        self.eos_token_ids = frozenset(model.eos_token_ids)
+        self.max_model_len = min(limits + ([self.settings.max_model_len] if self.settings.max_model_len else []))
+        self.vocab_size = core.executor.info.vocab_size
+        self._decoder = TokenDecoder(model.tokenizer)
+        return core
+
+    def _deliver(self, report: Report) -> None:
+        """Hand a turn's outputs out.  Must not raise: in a callback that would end the Trio run."""
+        if self._death is not None:
+            return  # a thread that was given up has come back
+        self._core_statistics = report.statistics
+        self._loaded.set()
+        for output in report.outputs:
+            generation = self._by_core_id.get(output.request_id)
+            if generation is None:
+                self._counters.wasted_tokens += len(output.token_ids)
+                continue
+            try:
+                generation._accept(output)
+            except Exception as error:
+                logger.exception("a request failed in delivery", request_id=generation.request_id)
+                failure = RequestFailed(f"the request failed in decoding its text: {type(error).__name__}")
+                failure.__cause__ = error
+                generation._fail(failure)
+        for event in report.settled:
+            assert isinstance(event, trio.Event)
+            event.set()
+
+    # --- life and death ---
+
+    async def _work(self, drive: Drive) -> None:
+        """Run the worker; the scope is the watchdog's to cancel."""
+        try:
+            with self._work_scope:
+                await drive(self._worker, self._deliver)
+        except trio.Cancelled:
+            raise
+        except BaseException as error:
+            if self._loaded.is_set():
+                self._die(f"the engine {self.name} broke: {type(error).__name__}: {error}", error)
+            else:
+                self._load_error = error
+        finally:
+            self._over.set()
+            self._loaded.set()
+            for event in self._settling:
+                event.set()
+
+    async def _wait_until_loaded(self) -> None:
+        await self._loaded.wait()
+        if self._load_error is not None:
+            raise self._load_error
+
+    async def _watch(self) -> None:
+        """The watchdog: until the worker has ended, look after stuck steps and stalled readers."""
+        settings = self.settings
+        period = min(1.0, settings.step_timeout / 4, settings.step_grace / 4, settings.stall_timeout / 4)
+        with trio.CancelScope(shield=True):
+            while not self._over.is_set():
+                with trio.move_on_after(period):
+                    await self._over.wait()
+                self._check_step()
+                self._check_readers()
+
+    def _check_step(self) -> None:
+        age = self.heartbeat_age
+        if self._closed_at is not None and not self._worker.is_loaded:
+            # loading takes as long as it takes, unless nobody wants the model any more
+            age = trio.current_time() - self._closed_at
+        was_stuck, self._stuck = self._stuck, age > self.settings.step_timeout
+        if self._stuck and not was_stuck:
+            logger.error("engine stuck", step_seconds=round(age, 3))
+        if age > self.settings.step_timeout + self.settings.step_grace and not self._over.is_set():
+            self._die(f"a step of the engine has hung for {age:.0f} seconds", None)
+            self._work_scope.cancel()
+
+    def _check_readers(self) -> None:
+        now = trio.current_time()
+        for generation in list(self._generations.values()):
+            if generation._check_stall(now):
+                logger.warning("reader stalled", request_id=generation.request_id)
+                limit = self.settings.stall_timeout
+                message = f"the reader took nothing for {limit:g} seconds"
+                generation._fail(ReaderStalled(message, limit=limit), FinishReason.ABORT)
+
+    def _close(self) -> None:
+        """The block is over: end what still runs and let the worker go."""
+        self._closed_at = trio.current_time()
+        self._draining = True
+        for generation in list(self._generations.values()):
+            generation._fail(ShuttingDown("the engine was closed"), FinishReason.ABORT)
+        self._post(Stop())
+
+    def _die(self, message: str, cause: BaseException | None) -> None:
+        """End everything with EngineDead, and the block with it."""
+        if self._death is not None:
+            return
+        logger.critical("engine dead", reason=message)
+        self._death = _dead(message, cause)
+        for generation in list(self._generations.values()):
+            generation._fail(_dead(message, cause))
+        self._body_scope.cancel(reason="the engine died")
+
+    def _raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise _dead(self._death.message, self._death.__cause__)
+
+
+async def _in_thread(tokenize: Callable[[Any, Any], Iterable[int]], tokenizer: Any, prompt: Any) -> list[int]:
+    """Templates and tokenising take long for long prompts; a cancelled caller leaves them to end alone."""
+    return list(await trio.to_thread.run_sync(tokenize, tokenizer, prompt, abandon_on_cancel=True))
+
+
+def _dead(message: str, cause: BaseException | None) -> EngineDead:
+    """An EngineDead of one's own: tracebacks are not shared between tasks."""
+    error = EngineDead(message)
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,379 @@
+"""Generation: one request as an `async with` block.
+
+All that the request owns belongs to the block.  There are many doors out of it and one
+exit: `_end`.  Here, on the Trio thread, it is decided how a request ended and what it
+used: the first end in token order wins, and tokens that the core computed beyond it are
+dropped and counted as wasted.
+
+Back-pressure is credit.  A choice may run `credit_window` tokens ahead of its reader; the
+core plans nothing for it beyond that, and what the reader takes is acknowledged.  So the
+channel, which has room for every choice's window and last word, is never full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+
+from trio_llm.core.request import FinishReason
+from trio_llm.core.sampling_params import SamplingParams
+from trio_llm.core.step import SequenceOutput
+from trio_llm.engine.detokenizer import Detokenizer, StopMatcher, TokenDecoder
+from trio_llm.engine.worker import Acknowledge, Finish
+from trio_llm.errors import TrioLLMError
+
+if TYPE_CHECKING:
+    from trio_llm.engine.engine import Engine
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
+"""A text to continue, token ids, or chat messages."""
+
+
+@attrs.frozen
+class Delta:
+    """What is new for one choice.
+
+    The text may be empty while it is held back, and lags behind the tokens then.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    """Set on the choice's last delta."""
+
+
+@attrs.frozen
+class Usage:
+    """Tokens of a request; an end token counts, and so does the token that completes a stop string."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@attrs.define(eq=False)
+class Choice:
+    """One continuation of the prompt, as far as it was made."""
+
+    index: int
+    token_ids: list[int] = attrs.field(factory=list)
+    finish_reason: FinishReason | None = None
+    _pieces: list[str] = attrs.field(factory=list)
+
+    @property
+    def text(self) -> str:
+        if len(self._pieces) > 1:
+            self._pieces[:] = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def extend(self, delta: Delta) -> None:
+        """Take in what is new."""
+        self.token_ids += delta.token_ids
+        self.finish_reason = delta.finish_reason
+        if delta.text:
+            self._pieces.append(delta.text)
+
+
+class _Track:
+    """A choice in the making: its text so far and its credit."""
+
+    def __init__(self, choice: Choice, decoder: TokenDecoder, prompt_token_ids: list[int], params: SamplingParams):
+        self.choice = choice
+        self.num_ahead = 0
+        """Tokens that the core gave and that were not acknowledged."""
+        self.num_taken = 0
+        """Of these, what the reader took."""
+        self.last_output: float | None = None
+        self._detokenizer = Detokenizer(decoder, prompt_token_ids)
+        self._matcher = StopMatcher(params.stop)
+
+    def absorb(self, output: SequenceOutput) -> Delta:
+        """What an output of the core means for the reader: its tokens up to the first end."""
+        pieces = []
+        reason = None
+        num_kept = 0
+        for token in output.token_ids:
+            num_kept += 1
+            if output.finish_reason is FinishReason.STOP and num_kept == len(output.token_ids):
+                break  # an end token is counted, but it is no text
+            piece, stopped = self._matcher.push(self._detokenizer.push(token))
+            pieces.append(piece)
+            if stopped:
+                reason = FinishReason.STOP
+                break
+        if reason is None and output.finish_reason is not None:
+            tail, stopped = self.flush()
+            pieces.append(tail)
+            reason = FinishReason.STOP if stopped else output.finish_reason
+        return Delta(self.choice.index, "".join(pieces), output.token_ids[:num_kept], reason)
+
+    def flush(self) -> tuple[str, bool]:
+        """The text held back, now that no token follows, and whether a stop string ends it."""
+        text, stopped = self._matcher.push(self._detokenizer.flush())
+        return (text, True) if stopped else (text + self._matcher.flush(), False)
+
+
+class Generation:
+    """A request in flight; made by `Engine.generate`, used as `async with` and `async for`.
+
+    Entering admits the request.  Iterating gives Deltas until every choice has ended.
+    Leaving the block, by whatever door, takes the request out of the engine; it never
+    waits, so it holds up nobody's cancellation.  What was made so far stays readable.
+
+    Entering raises:
+        InvalidRequest: the prompt is empty or wrong, or the id is in use.
+        ContextLengthExceeded: prompt and wanted tokens do not fit.
+        QueueFull: the engine holds as many requests as it may.
+        ShuttingDown: the engine drains or is closed.
+        EngineDead: the engine died.
+
+    Iterating raises, after all that was made before:
+        RequestFailed: this request failed.
+        ReaderStalled: the reader took nothing for longer than the stall limit.
+        ShuttingDown: the engine was closed under the request.
+        EngineDead: the engine died.
+    """
+
+    def __init__(
+        self, engine: Engine, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int
+    ) -> None:
+        self.request_id = request_id
+        self.priority = priority
+        self.prompt_token_ids: list[int] = []
+        """Known once the block is entered."""
+        self.params = params
+        """Resolved (no None left) once the block is entered."""
+        self.choices = [Choice(index) for index in range(params.n)]
+        self.core_id = ""
+        """The core's name for it, never used again; empty until it is admitted."""
+        self._engine = engine
+        self._prompt = prompt
+        self._tracks: list[_Track] = []
+        self._send: trio.MemorySendChannel[Delta] | None = None
+        self._receive: trio.MemoryReceiveChannel[Delta] | None = None
+        self._admitted_at = 0.0
+        self._full_since: float | None = None
+        """When the reader last moved, while some choice's window is full."""
+        self._abort_requested = False
+        self._ended = False
+        self._failure: TrioLLMError | None = None
+
+    async def __aenter__(self) -> Generation:
+        if self._send is not None:
+            raise RuntimeError("a Generation can be entered only once")
+        engine = self._engine
+        await trio.lowlevel.checkpoint()
+        engine._reserve(self)
+        # nothing is paused or cancelled between admission and the return: no request is left behind
+        capacity = self.params.n * (engine.settings.credit_window + 1)
+        self._send, self._receive = trio.open_memory_channel(capacity)
+        try:
+            prompt_token_ids = await engine._tokenize(self._prompt)
+            if self._failure is not None:
+                raise self._failure
+            if not self._ended and not self._abort_requested:
+                engine._admit(self, prompt_token_ids)
+        except BaseException:
+            engine._release(self)
+            self._ended = True
+            self._send.close()
+            self._receive.close()
+            raise
+        if self._abort_requested:
+            self._end(FinishReason.ABORT)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._receive is not None
+        self._end(FinishReason.ABORT)
+        self._receive.close()
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next delta; being cancelled here loses nothing."""
+        if self._receive is None:
+            raise RuntimeError("enter the Generation with `async with` before iterating over it")
+        try:
+            delta = await self._receive.receive()
+        except trio.EndOfChannel:
+            delta = None
+        if delta is None:
+            if self._failure is not None:
+                raise self._failure from self._failure.__cause__
+            raise StopAsyncIteration
+        self._take(delta)
+        return delta
+
+    def drain(self) -> list[Delta]:
+        """Everything that has arrived, without waiting; empty if nothing has."""
+        deltas: list[Delta] = []
+        if self._receive is None:
+            return deltas
+        while True:
+            try:
+                delta = self._receive.receive_nowait()
+            except (trio.WouldBlock, trio.EndOfChannel):
+                return deltas
+            self._take(delta)
+            deltas.append(delta)
+
+    def abort(self) -> None:
+        """End the request now; idempotent, never waits, and may be called from any task.
+
+        Each choice that had not ended gets the finish reason "abort", and iterating ends
+        normally after what was already made.
+        """
+        self._abort_requested = True
+        if self.core_id:
+            self._end(FinishReason.ABORT)
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice so far."""
+        return self.choices[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How the first choice ended; None while it has not."""
+        return self.choices[0].finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of the prompt and of all choices so far."""
+        return Usage(len(self.prompt_token_ids), sum(len(choice.token_ids) for choice in self.choices))
+
+    # --- for the engine ---
+
+    def _begin(self, core_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """The engine admitted the request."""
+        self.core_id = core_id
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self._admitted_at = trio.current_time()
+        decoder = self._engine._decoder
+        self._tracks = [_Track(choice, decoder, prompt_token_ids, params) for choice in self.choices]
+
+    def _accept(self, output: SequenceOutput) -> None:
+        """Take an output of the core.  May raise what the tokenizer raises."""
+        track = self._tracks[output.index]
+        counters = self._engine._counters
+        if self._ended or track.choice.finish_reason is not None:
+            counters.wasted_tokens += len(output.token_ids)
+            return
+        if output.error is not None:
+            self._fail(output.error)
+            return
+        try:
+            delta = track.absorb(output)
+        except Exception:
+            counters.wasted_tokens += len(output.token_ids)
+            raise
+        num_kept = len(delta.token_ids)
+        counters.wasted_tokens += len(output.token_ids) - num_kept
+        counters.generation_tokens += num_kept
+        self._time(track)
+        self._give(track, delta)
+        if delta.finish_reason is not None:
+            self._engine._choices_ended(1)
+            if output.finish_reason is None:
+                self._engine._post(Finish(self.core_id, output.index))
+            if all(choice.finish_reason is not None for choice in self.choices):
+                self._end(delta.finish_reason)
+
+    def _give(self, track: _Track, delta: Delta) -> None:
+        assert self._send is not None
+        track.choice.extend(delta)
+        track.num_ahead += len(delta.token_ids)
+        if track.num_ahead >= self._engine.settings.credit_window and self._full_since is None:
+            self._full_since = trio.current_time()
+        self._send.send_nowait(delta)
+
+    def _time(self, track: _Track) -> None:
+        now = trio.current_time()
+        counters = self._engine._counters
+        if all(other.last_output is None for other in self._tracks):
+            counters.first_token(now - self._admitted_at, len(self.prompt_token_ids))
+        elif track.last_output is not None:
+            counters.inter_token(now - track.last_output)
+        track.last_output = now
+
+    def _take(self, delta: Delta) -> None:
+        """The reader has the delta: give credit for it."""
+        if not delta.token_ids:
+            return
+        track = self._tracks[delta.index]
+        window = self._engine.settings.credit_window
+        track.num_taken += len(delta.token_ids)
+        # in halves of a window: a reader who took all that there is leaves less than half of it
+        # unacknowledged, so the core is never paused for good, and posts are few
+        if track.num_taken >= max(1, window // 2) and track.choice.finish_reason is None:
+            self._engine._post(Acknowledge(self.core_id, delta.index, track.num_taken))
+            track.num_ahead -= track.num_taken
+            track.num_taken = 0
+        if self._full_since is not None:
+            is_full = any(other.num_ahead >= window and not other.choice.finish_reason for other in self._tracks)
+            self._full_since = trio.current_time() if is_full else None
+
+    def _check_stall(self, now: float) -> bool:
+        """Whether the reader has left a window full for too long."""
+        limit = self._engine.settings.stall_timeout
+        if self._ended or self._full_since is None or now - self._full_since < limit:
+            return False
+        window = self._engine.settings.credit_window
+        return any(track.num_ahead >= window and not track.choice.finish_reason for track in self._tracks)
+
+    def _fail(self, failure: TrioLLMError, reason: FinishReason = FinishReason.ERROR) -> None:
+        """End the request with an error that its reader will see."""
+        self._end(reason, failure)
+
+    def _end(self, reason: FinishReason, failure: TrioLLMError | None = None) -> None:
+        """The one exit; idempotent.  `reason` is for the choices that have not ended."""
+        if self._ended:
+            return
+        self._ended = True
+        self._failure = failure
+        assert self._send is not None
+        unfinished = [choice for choice in self.choices if choice.finish_reason is None]
+        if unfinished and self.core_id:
+            self._engine._post(Finish(self.core_id))
+            self._engine._choices_ended(len(unfinished))
+        for choice in unfinished:
+            delta = Delta(choice.index, self._last_words(choice), (), reason)
+            choice.extend(delta)
+            if failure is None:
+                self._send.send_nowait(delta)
+        self._send.close()
+        self._engine._release(self)
+        if self.core_id:
+            self._engine._counters.request_finished(
+                self._overall_reason(), len(self.prompt_token_ids), self.usage.completion_tokens
+            )
+
+    def _last_words(self, choice: Choice) -> str:
+        if not self._tracks:
+            return ""
+        try:
+            return self._tracks[choice.index].flush()[0]
+        except Exception:
+            return ""  # a broken tokenizer has had its say already
+
+    def _overall_reason(self) -> FinishReason:
+        """One reason for the request: the least regular of its choices'."""
+        reasons = {choice.finish_reason for choice in self.choices}
+        for reason in (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH):
+            if reason in reasons:
+                return reason
+        return FinishReason.STOP
