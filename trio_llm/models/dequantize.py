@@ -90,9 +90,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 def _q2_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, :16]
     integers = _fields(blocks[:, 16:80], 2, 32)
-    return _grouped(
-        integers, _half(blocks, 80) * (scales & 15).float(), _half(blocks, 82) * (scales >> 4).float()
-    )
+    return _grouped(integers, _half(blocks, 80) * (scales & 15).float(), _half(blocks, 82) * (scales >> 4).float())
 
 
 def _q3_k(blocks: Tensor) -> Tensor:

@@ -99,8 +99,9 @@ class GGUFFile:
         from trio_llm.models.dequantize import dequantize
 
         info = self.tensors[name]
-        # a copy, because torch has no read-only tensors and pages of the map are
-        raw = torch.frombuffer(bytearray(self._map[info.start : info.start + info.num_bytes]), dtype=torch.uint8)
+        with memoryview(self._map) as view:
+            # a copy, because torch has no read-only tensors and the map is read-only
+            raw = torch.frombuffer(bytearray(view[info.start : info.start + info.num_bytes]), dtype=torch.uint8)
         return dequantize(raw, info.type, dtype).reshape(info.shape)
 
     def close(self) -> None:

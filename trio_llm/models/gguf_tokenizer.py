@@ -64,6 +64,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
         backend, _ = convert_gguf_tokenizer(str(metadata["general.architecture"]), parts)
     except ValueError as error:
         raise ModelNotSupported(f"tokenizer of type {kind!r} is not supported: {error}") from error
+    except KeyError as error:
+        raise ModelLoadError(f"the GGUF file has no tokenizer.ggml.{error.args[0]}") from error
     if kind == "gpt2":
         _set_split(backend, split)
 

@@ -25,7 +25,7 @@ from trio_llm.models.catalogue import CATALOGUE, resolve
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LOAD_LOCK = threading.Lock()
 
@@ -243,6 +243,7 @@ def _dtype_of_this_thread() -> Iterator[None]:
     from transformers import modeling_utils
 
     factories = {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn}
+    fills = {torch.tensor, torch.full}  # of the default dtype only when given a Python float
 
     class DefaultDtype(TorchFunctionMode):
         def __init__(self, dtype: torch.dtype) -> None:
@@ -253,7 +254,8 @@ def _dtype_of_this_thread() -> Iterator[None]:
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             kwargs = kwargs or {}
-            if func in factories and kwargs.get("dtype") is None:
+            of_default_dtype = func in factories or (func in fills and args and isinstance(args[-1], float))
+            if of_default_dtype and kwargs.get("dtype") is None:
                 kwargs = kwargs | {"dtype": self.dtype}
             return func(*args, **kwargs)
 
