@@ -119,7 +119,7 @@ class Worker:
         self.load()
         try:
             while not self.stopped:
-                if not self.pump():
+                if not self.pump() and not self.stopped:
                     self._wait()
         finally:
             self.close()
