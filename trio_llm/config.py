@@ -161,7 +161,7 @@ def parse_setting(name: str, value: Any) -> Any:
     Raises:
         ConfigurationError: it is not of the setting's type.
     """
-    kind, choices = _kind(name)
+    kind, choices = kind_of(name)
     try:
         return _convert(kind, choices, value, size=name in SIZES)
     except ValueError as error:
@@ -169,7 +169,7 @@ def parse_setting(name: str, value: Any) -> Any:
         raise ConfigurationError(f"{name}: {value!r} is not valid: {wanted}", field=name) from None
 
 
-def _kind(name: str) -> tuple[type, tuple[str, ...]]:
+def kind_of(name: str) -> tuple[type, tuple[str, ...]]:
     """A setting's type without its `| None`, and its choices if it has a few."""
     annotation: Any = SETTINGS[name].type
     if isinstance(annotation, types.UnionType):
@@ -187,24 +187,43 @@ def _convert(kind: type, choices: tuple[str, ...], value: Any, *, size: bool) ->
             raise ValueError
         return tuple(parts)
     if kind is bool:
-        known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        known = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
         flag = known.get(value.lower()) if is_text else value
         if not isinstance(flag, bool):
             raise ValueError("expected true or false")
         return flag
     if kind is int:
         if is_text:
-            value = parse_size(value) if size else int(value)
+            value = parse_size(value) if size else _whole(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError("expected a whole number")
         return value
     if kind is float:
-        if not isinstance(value, int | float | str) or isinstance(value, bool) or math.isnan(float(value)):
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isnan(number):
             raise ValueError("expected a number")
-        return float(value)
+        return number
     if not is_text or (choices and value not in choices):
         raise ValueError("expected text")
     return value
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"\s*[+-]?\d+\s*", text):
+        raise ValueError("expected a whole number")
+    return int(text)
 
 
 def resolve(
@@ -263,7 +282,9 @@ def _from_toml(path: str | None) -> dict[str, Any]:
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigurationError(f"cannot read the configuration file {path}: {error.strerror}", field="config") from error
+        raise ConfigurationError(
+            f"cannot read the configuration file {path}: {error.strerror}", field="config"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} is not valid TOML: {error}", field="config") from error
     # the rest of the file may be Hypercorn's

@@ -1,0 +1,111 @@
+"""`trio-llm serve`: the process around serve(), and its exit codes."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+import trio
+
+from trio_llm.cli.main import EXIT_ENGINE_DIED, EXIT_FAILED
+from trio_llm.config import ServerSettings
+from trio_llm.errors import EngineDead, TrioLLMError
+from trio_llm.server import logs
+from trio_llm.server.http import App
+from trio_llm.server.lifecycle import root_error
+from trio_llm.server.serve import serve
+
+HEARTBEAT = 5.0
+"""Seconds between proofs that the interpreter still runs."""
+
+
+def run(settings: ServerSettings, *, complain: Callable[[str], None]) -> int:
+    """Serve in this process until it is told to stop.
+
+    Args:
+        complain: tells people in one line why it failed.
+
+    Returns:
+        The exit code.
+    """
+    logs.configure(settings)
+    try:
+        _fetch(settings.model)
+        _set_process(settings)
+        trio.run(_main, settings)
+    except BaseException as error:
+        return _exit_code(root_error(error), complain)
+    complain("drained, good bye")
+    return 0
+
+
+def _exit_code(error: BaseException, complain: Callable[[str], None]) -> int:
+    match error:
+        case EngineDead():
+            complain(f"the engine died: {error.message}")
+            # its thread may hang, and an orderly exit would wait for it
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(EXIT_ENGINE_DIED)
+        case TrioLLMError():
+            complain(error.message)
+            return EXIT_FAILED
+        case KeyboardInterrupt():  # before the signals were ours
+            complain("interrupted")
+            return EXIT_FAILED
+        case _:
+            raise error
+
+
+def _fetch(model: str) -> None:
+    from trio_llm.models.catalogue import CATALOGUE, find
+
+    if model in CATALOGUE and find(CATALOGUE[model]) is None:
+        from trio_llm.cli.pull import pull
+
+        pull(model)
+
+
+def _set_process(settings: ServerSettings) -> None:
+    if settings.switch_interval is not None:
+        sys.setswitchinterval(settings.switch_interval)
+    if settings.num_threads is not None:
+        import torch
+
+        torch.set_num_threads(settings.num_threads)
+
+
+async def _main(settings: ServerSettings) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_beat, settings.engine.step_timeout + settings.engine.step_grace)
+        await serve(settings, on_ready=_announce)
+        nursery.cancel_scope.cancel(reason="served to the end")
+
+
+async def _beat(limit: float) -> None:
+    """Have the interpreter end the process, with a dump of all threads, when nobody can: a thread that
+    hangs with the interpreter's lock stops every watchdog that is written in Python."""
+    try:
+        while True:
+            faulthandler.dump_traceback_later(limit, exit=True)
+            await trio.sleep(HEARTBEAT)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _announce(url: str, app: App) -> None:
+    (name, engine), *_ = app.registry.items()
+    print(f"{name} is ready at {url}, with a context of {engine.max_model_len} tokens. Try:")
+    address = (
+        f"--unix-socket {app.settings.uds} http://localhost"
+        if app.settings.uds
+        else url.replace("0.0.0.0", "127.0.0.1")
+    )
+    print(
+        f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"""-d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'""",
+        flush=True,
+    )

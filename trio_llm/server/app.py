@@ -1,0 +1,113 @@
+"""create_app(): the Quart-Trio application, the same under `trio-llm serve` and `hypercorn -k trio`."""
+
+from __future__ import annotations
+
+import structlog
+from quart import Response, request
+from werkzeug.exceptions import HTTPException
+
+from trio_llm.config import ServerSettings, resolve
+from trio_llm.engine.registry import Registry
+from trio_llm.errors import TrioLLMError
+from trio_llm.server import logs
+from trio_llm.server.http import App, this_app
+from trio_llm.server.openai import chat, completions, models
+from trio_llm.server.openai.error_bodies import body_of, failure_of, http_error_body
+from trio_llm.server.operations import aborts, health, scrape
+
+logger = structlog.get_logger(__name__)
+
+
+def create_app(settings: ServerSettings | str | None = None, *, registry: Registry | None = None) -> App:
+    """The application, for `hypercorn -k trio 'trio_llm:create_app()'` or for an embedding program.
+
+    Args:
+        settings: ServerSettings, or the path of a TOML file; None reads the environment and the
+            file that TRIO_LLM_CONFIG names.
+        registry: engines that are open already, or will be put in later; the application then opens
+            and closes none.  Without it the application opens an engine of its own for as long as
+            it is served.
+
+    Raises:
+        ConfigurationError: a setting is wrong.
+    """
+    if not isinstance(settings, ServerSettings):
+        settings = resolve(config=settings)
+    app = App(settings, Registry() if registry is None else registry)
+    for module in (chat, completions, models, aborts, health, scrape):
+        app.register_blueprint(module.blueprint)
+    app.before_request(_refuse_while_loading)
+    app.register_error_handler(TrioLLMError, _trio_llm_error)
+    app.register_error_handler(HTTPException, _http_error)
+    app.register_error_handler(Exception, _unexpected_error)
+    if registry is None:
+        _own_engine(app)
+    return app
+
+
+def _own_engine(app: App) -> None:
+    """Open an engine when serving begins.
+
+    It lives in a task of the application's nursery that never raises, since quart-trio would swallow
+    what it raised; and not in `while_serving`, across whose yield a nursery would misnest.
+    """
+
+    @app.before_serving
+    async def open_engine() -> None:
+        logs.configure(app.settings)
+        app.nursery.start_soon(app.lifecycle.run_engine, app.open_engine, app.settings.served_model_name)
+        await app.lifecycle.opened.wait()
+        if app.lifecycle.failure is not None:
+            raise app.lifecycle.failure
+
+    @app.after_serving
+    async def close_engine() -> None:
+        app.lifecycle.stopping.set()
+        await app.lifecycle.stopped.wait()
+
+
+async def _refuse_while_loading() -> None:
+    app = this_app()
+    if not app.registry and not request.path.startswith("/health"):
+        refusal = app.lifecycle.refusal()
+        if refusal is not None:
+            raise refusal
+
+
+async def _trio_llm_error(error: TrioLLMError) -> Response:
+    failure = failure_of(error)
+    if failure.status >= 500:
+        logger.warning("a request failed", kind=error.kind, reason=error.message)
+    response = Response(body_of(error), failure.status, content_type="application/json")
+    if failure.retry_after is not None:
+        response.headers["retry-after"] = str(failure.retry_after)
+    return response
+
+
+async def _http_error(error: HTTPException) -> Response:
+    status = error.code or 500
+    original = error.get_response()
+    response = Response(http_error_body(status, _explain(error)), status, content_type="application/json")
+    if "allow" in original.headers:
+        response.headers["allow"] = original.headers["allow"]
+    return response
+
+
+def _explain(error: HTTPException) -> str | None:
+    app = this_app()
+    match error.code:
+        case 404:
+            return f"there is nothing at {request.method} {request.path}"
+        case 405:
+            return f"{request.path} does not take {request.method}"
+        case 408:
+            return f"the request body did not arrive within {app.settings.body_timeout:g} s"
+        case 413:
+            return f"the request body is larger than {app.settings.max_request_bytes} bytes"
+        case _:
+            return error.description
+
+
+async def _unexpected_error(error: Exception) -> Response:
+    logger.error("a request failed unexpectedly", exc_info=error)
+    return Response(http_error_body(500, "the server failed; its log says why"), 500, content_type="application/json")

@@ -1,0 +1,273 @@
+"""Fenced HTTP/1.1 connections with write deadlines, on top of Hypercorn's protocol classes.
+
+What differs from Hypercorn's own server, and why:
+
+* A connection that fails ends alone: in Hypercorn any exception but OSError ends the process.
+* A write that the peer does not take ends the connection at a deadline; Hypercorn waits for ever,
+  and shields that wait from cancellation.
+* The peer is listened to even while h11 is paused behind bytes that came too early: else one
+  trailing byte hides a disconnect.
+* HTTP/1.1 only.  Hypercorn cannot turn cleartext HTTP/2 off, and its HTTP/2 has no back-pressure;
+  a WebSocket upgrade is an ordinary GET.
+* What the HTTP parser refuses gets an error body like every other failure.
+
+This leans on private parts of Hypercorn, hence the pin of its minor version.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import h11
+import trio
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.config import Config
+from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.trio.task_group import TaskGroup
+from hypercorn.trio.worker_context import EventWrapper, TrioSingleTask, WorkerContext
+from hypercorn.typing import ConnectionState
+from hypercorn.utils import parse_socket_addr
+
+from trio_llm.server.openai.error_bodies import http_error_body
+
+logger = logging.getLogger(__name__)
+
+READ_SIZE = 2**16
+READ_AHEAD = 2**16
+"""Bytes that a peer may send while its request still runs; one that sends more is cut off,
+since beyond them its disconnect could not be seen."""
+WRITE_SIZE = 2**16
+"""A write is cut into pieces of this size, and each has the whole deadline: a slow reader of a
+large answer is not a stalled one."""
+LINGER = 2.0
+"""Seconds that a closed connection still reads, so that the peer can read the last answer: to close
+with unread bytes would reset the connection and could destroy it."""
+
+
+class PeerGone(Exception):
+    """The peer closed the connection, or sent too much too early."""
+
+
+class _ReadingPause(EventWrapper):
+    """H11Protocol.can_read: while h11 is paused, keep reading, so that a close is still seen."""
+
+    def __init__(self, stream: trio.SocketStream, protocol: _HTTP1Protocol) -> None:
+        super().__init__()
+        self._stream = stream
+        self._protocol = protocol
+
+    async def wait(self) -> None:
+        gone = False
+
+        async def watch() -> None:
+            nonlocal gone
+            ahead = 0
+            while ahead < READ_AHEAD:
+                try:
+                    data = await self._stream.receive_some(READ_SIZE)
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    break
+                if not data:
+                    break
+                ahead += len(data)
+                self._protocol.connection.receive_data(bytes(data))
+            gone = True
+            nursery.cancel_scope.cancel(reason="the peer is gone")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            await super().wait()
+            nursery.cancel_scope.cancel(reason="h11 goes on")
+        if gone:
+            raise PeerGone
+
+
+class _HTTP1Protocol(H11Protocol):
+    async def handle(self, event: Event) -> None:
+        try:
+            await super().handle(event)
+        except h11.RemoteProtocolError as error:
+            await self._send_error_response(error.error_status_hint)
+            await self.send(Closed())
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        if event.http_version not in (b"1.0", b"1.1"):
+            raise h11.RemoteProtocolError("only HTTP/1.1 is spoken here", error_status_hint=505)
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        headers = [(name, value) for name, value in request.headers.raw_items() if name.lower() != b"upgrade"]
+        await super()._create_stream(
+            h11.Request(
+                method=request.method, target=request.target, headers=headers, http_version=request.http_version
+            )
+        )
+
+    async def _send_error_response(self, status_code: int) -> None:
+        body = http_error_body(status_code)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        response = h11.Response(status_code=status_code, headers=[*headers, *self.config.response_headers("h11")])
+        await self._send_h11_event(response)
+        await self._send_h11_event(h11.Data(data=body))
+        await self._send_h11_event(h11.EndOfMessage())
+
+
+@attrs.define(eq=False)
+class Connection:
+    """One accepted connection; `run` serves it to its end and raises nothing but cancellation."""
+
+    app: ASGIWrapper
+    config: Config
+    context: WorkerContext
+    write_timeout: float
+    stream: trio.SocketStream
+    _send_lock: trio.Lock = attrs.field(factory=trio.Lock, init=False)
+    _idle: TrioSingleTask = attrs.field(factory=TrioSingleTask, init=False)
+    _reading: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
+    _closing: bool = attrs.field(default=False, init=False)
+    _tasks: TaskGroup = attrs.field(factory=TaskGroup, init=False)
+    _protocol: _HTTP1Protocol = attrs.field(init=False)
+
+    async def run(self) -> None:
+        """Serve the connection to its end.  What fails inside is logged here and ends nothing else."""
+        try:
+            await self._serve()
+        except* (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        except* Exception:
+            logger.exception("a connection failed")
+
+    async def _serve(self) -> None:
+        socket = self.stream.socket
+        try:
+            client = parse_socket_addr(socket.family, socket.getpeername())
+            server = parse_socket_addr(socket.family, socket.getsockname())
+        except OSError:
+            return  # gone before it was looked at
+        async with self._tasks:
+            self._protocol = _HTTP1Protocol(
+                self.app,
+                self.config,
+                self.context,
+                self._tasks,
+                ConnectionState({}),
+                False,
+                client,
+                server,
+                self._send,
+            )
+            self._protocol.can_read = _ReadingPause(self.stream, self._protocol)
+            await self._idle.restart(self._tasks, self._close_when_idle)
+            try:
+                with self._reading:
+                    await self._read()
+            except PeerGone:
+                pass
+            await self._protocol.handle(Closed())
+            await self._idle.stop()
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                data = await self.stream.receive_some(READ_SIZE)
+            except (trio.ClosedResourceError, trio.BrokenResourceError):
+                return
+            if not self._closing:
+                await self._protocol.handle(RawData(bytes(data)))
+            if not data:
+                return
+
+    async def _send(self, event: Event) -> None:
+        """What the protocol calls to write, to close, and to say whether a request is under way."""
+        if isinstance(event, RawData):
+            await self._write(event.data)
+        elif isinstance(event, Closed):
+            await self._begin_close()
+            await self._protocol.handle(Closed())
+        elif isinstance(event, Updated):
+            if event.idle:
+                await self._idle.restart(self._tasks, self._close_when_idle)
+            else:
+                await self._idle.stop()
+
+    async def _write(self, data: bytes) -> None:
+        async with self._send_lock:
+            taken = False
+            view = memoryview(data)
+            try:
+                with trio.move_on_after(self.write_timeout) as deadline:
+                    for start in range(0, len(view), WRITE_SIZE):
+                        deadline.deadline = trio.current_time() + self.write_timeout
+                        await self.stream.send_all(view[start : start + WRITE_SIZE])
+                    taken = True
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                pass
+            finally:
+                if not taken:
+                    # half a message may be out: the connection is of no more use.  Closing the
+                    # socket ends the reader, which tells the request that its client is gone
+                    self.stream.socket.close()
+        if not taken:
+            await self._protocol.handle(Closed())
+
+    async def _begin_close(self) -> None:
+        """Say that nothing more comes; listen on a little if the peer is still sending its request."""
+        self._closing = True
+        still_sending = self._protocol.connection.their_state in {h11.SEND_BODY, h11.ERROR}
+        self._reading.deadline = trio.current_time() + (LINGER if still_sending else 0)
+        try:
+            with trio.move_on_after(LINGER):
+                await self.stream.send_eof()
+        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
+            pass
+
+    async def _close_when_idle(self) -> None:
+        with trio.move_on_after(self.config.keep_alive_timeout):
+            await self.context.terminated.wait()
+        await self._begin_close()
+
+
+async def serve_connections(
+    app: Any,
+    listeners: list[trio.SocketListener],
+    *,
+    config: Config,
+    write_timeout: float,
+    stop: Callable[[], Awaitable[None]],
+    grace: float = math.inf,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Accept connections and serve them until `stop()` returns, then let go of all.
+
+    Args:
+        app: an ASGI application.
+        listeners: bound and listening; closed here.
+        config: Hypercorn's, of which the limits of the HTTP parser and keep_alive_timeout are used.
+        write_timeout: seconds in which a peer must take what is written to it.
+        stop: returns when no connection is to be accepted any more.  Idle connections are closed
+            then, the others after their request.
+        grace: seconds that running requests have from there.
+    """
+    context = WorkerContext(None)
+    wrapped = ASGIWrapper(app)
+
+    async def handle(stream: trio.SocketStream) -> None:
+        await Connection(wrapped, config, context, write_timeout, stream).run()
+
+    async with trio.open_nursery() as connections:
+        async with trio.open_nursery() as accepting:
+            accepting.start_soon(partial(trio.serve_listeners, handle, listeners, handler_nursery=connections))
+            task_status.started()
+            await stop()
+            accepting.cancel_scope.cancel(reason="no more connections")
+        await context.terminated.set()
+        connections.cancel_scope.deadline = trio.current_time() + grace

@@ -1,0 +1,81 @@
+"""One HTTP request and what it owns, from its first byte to the last of its answer."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from types import TracebackType
+from typing import Self
+
+import attrs
+import trio
+
+from trio_llm.engine.generation import Generation
+from trio_llm.errors import TrioLLMError
+
+
+def new_request_id() -> str:
+    """An id that no client can guess or choose."""
+    return secrets.token_hex(12)
+
+
+@attrs.define(eq=False)
+class Exchange:
+    """What a request owns, so that every way out of it gives all of it back.
+
+    The connection class holds it open around handler and response: whatever ends either, be it
+    cancellation between the two, the generation is left.  `abandon` and `fail` are synchronous,
+    because the handler may be stuck in a write when they are called.
+    """
+
+    method: str
+    path: str
+    request_id: str = attrs.field(factory=new_request_id)
+    """Ours: the engine's id of the request too."""
+    echoed_id: str = ""
+    """What the x-request-id header of the answer says: the client's own, else ours."""
+    model: str | None = None
+    generation: Generation | None = None
+    failure: TrioLLMError | None = None
+    """Why the server ended it; takes the place of the abort that carried it out."""
+    started: float = attrs.field(factory=trio.current_time)
+    first_token: float | None = None
+    status: int | None = None
+    _stack: contextlib.AsyncExitStack = attrs.field(factory=contextlib.AsyncExitStack, init=False)
+
+    async def __aenter__(self) -> Self:
+        await self._stack.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, trace)
+
+    async def enter(self, generation: Generation) -> Generation:
+        """Start a generation that ends with this exchange, at the latest.
+
+        Raises:
+            TrioLLMError: it was refused, or the server is ending this exchange.
+        """
+        await self._stack.enter_async_context(generation)
+        if self.failure is not None:  # it came while the prompt was being tokenised
+            raise self.failure
+        self.generation = generation
+        return generation
+
+    def token_arrived(self) -> None:
+        """Note the time of the first token."""
+        if self.first_token is None:
+            self.first_token = trio.current_time()
+
+    def abandon(self) -> None:
+        """The client is gone: take its generation out of the engine at once."""
+        if self.generation is not None:
+            self.generation.abort()
+
+    def fail(self, error: TrioLLMError) -> None:
+        """End the exchange with an error of the server's: a status or, mid-stream, an error frame."""
+        if self.failure is None:
+            self.failure = error
+            self.abandon()

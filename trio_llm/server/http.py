@@ -1,0 +1,163 @@
+"""The application class and its connection class: what holds for every request, whoever serves it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import structlog
+import trio
+from quart import current_app, request
+from quart.wrappers import Request
+from quart_trio import QuartTrio
+from quart_trio.asgi import TrioASGIHTTPConnection
+
+from trio_llm.config import ServerSettings
+from trio_llm.engine.engine import Engine, open_engine
+from trio_llm.engine.registry import Registry
+from trio_llm.server import logs
+from trio_llm.server.exchange import Exchange
+from trio_llm.server.lifecycle import Lifecycle, OpenEngine
+from trio_llm.server.metrics import Metrics
+
+_SCOPE_KEY = "trio_llm.exchange"
+_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+_NOT_TRIO = "trio_llm runs under Trio: start it with `hypercorn -k trio`"
+
+
+class _HTTPConnection(TrioASGIHTTPConnection):
+    """One request: holds its Exchange open around everything that handles and answers it.
+
+    It also mends what quart-trio does with the http.disconnect that follows every finished response:
+    to cancel then would cut the connection's own recycling short, so that no idle connection could be
+    reused or closed properly.
+    """
+
+    app: App
+    _exchange: Exchange
+    _finished = False
+
+    async def __call__(self, receive: Any, send: Any) -> None:
+        exchange = self._exchange = Exchange(self.scope["method"], self.scope["path"])
+        exchange.echoed_id = _client_request_id(self.scope["headers"]) or exchange.request_id
+        cast(dict[str, Any], self.scope)[_SCOPE_KEY] = exchange
+
+        async def tracked(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                headers = [*message["headers"], (b"x-request-id", exchange.echoed_id.encode())]
+                if self.app.lifecycle.draining:
+                    headers.append((b"connection", b"close"))
+                message = {**message, "headers": headers}
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                self._finished = True
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(request_id=exchange.request_id), self.app.holding(exchange):
+            try:
+                await super().__call__(receive, tracked)
+            finally:
+                logs.access(exchange, finished=self._finished)
+
+    async def handle_messages(self, nursery: trio.Nursery, request: Request, receive: Any) -> None:  # type: ignore[override]
+        await super(TrioASGIHTTPConnection, self).handle_messages(request, receive)
+        if not self._finished:
+            # first the engine, synchronously: the handler may be stuck in a write that
+            # does not feel its cancellation
+            self._exchange.abandon()
+            nursery.cancel_scope.cancel(reason="the client is gone")
+
+    async def handle_request(self, nursery: trio.Nursery, request: Request, send: Any) -> None:  # type: ignore[override]
+        async with self._exchange:
+            await super().handle_request(nursery, request, send)
+
+
+def _client_request_id(headers: Any) -> str | None:
+    """The client's x-request-id if it can be echoed safely.  It names nothing here: clients
+    may repeat one, or take another's."""
+    for name, value in headers:
+        if name.lower() == b"x-request-id":
+            text = value.decode("latin1")
+            return text if _REQUEST_ID.fullmatch(text) else None
+    return None
+
+
+class App(QuartTrio):
+    """The application.  Its engines are in `registry`, its state in `lifecycle`.
+
+    Attributes:
+        open_engine: opens the engine when the application has to bring its own; may be replaced
+            before it is served.
+    """
+
+    asgi_http_class = _HTTPConnection
+
+    def __init__(self, settings: ServerSettings, registry: Registry) -> None:
+        super().__init__(__name__, static_folder=None)
+        self.settings = settings
+        self.registry = registry
+        self.lifecycle = Lifecycle(registry)
+        self.metrics = Metrics(registry)
+        self.exchanges: set[Exchange] = set()
+        self.created = int(time.time())
+        self.open_engine: OpenEngine = lambda: open_engine(settings.model, settings=settings.engine)
+        self._left = trio.lowlevel.ParkingLot()
+        self.url_map.strict_slashes = False
+        self.url_map.merge_slashes = False
+        self.config.update(
+            RESPONSE_TIMEOUT=None,  # a stream takes as long as it takes
+            MAX_CONTENT_LENGTH=settings.max_request_bytes,
+            BODY_TIMEOUT=settings.body_timeout,
+            PROPAGATE_EXCEPTIONS=False,
+        )
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if not trio.lowlevel.in_trio_run():
+            if scope["type"] == "lifespan":
+                await receive()
+                await send({"type": "lifespan.startup.failed", "message": _NOT_TRIO})
+                return
+            raise RuntimeError(_NOT_TRIO)
+        await super().__call__(scope, receive, send)
+
+    @contextmanager
+    def holding(self, exchange: Exchange) -> Iterator[None]:
+        """Count an exchange among those in flight."""
+        self.exchanges.add(exchange)
+        try:
+            yield
+        finally:
+            self.exchanges.discard(exchange)
+            self._left.unpark_all()
+
+    async def all_left(self) -> None:
+        """Wait until no exchange is in flight."""
+        while self.exchanges:
+            await self._left.park()
+
+    def engine_for(self, model: str) -> Engine:
+        """The engine that serves a model.
+
+        Raises:
+            ModelNotFound: none does.
+            TrioLLMError: no new request is taken now.
+        """
+        refusal = self.lifecycle.refusal()
+        if refusal is not None:
+            raise refusal
+        engine = self.registry.get(model)
+        self.metrics.observe(engine)
+        return engine
+
+
+def this_app() -> App:
+    """The application of the request that is being handled."""
+    return cast(App, current_app._get_current_object())  # type: ignore[attr-defined]
+
+
+def this_exchange() -> Exchange:
+    """The exchange of the request that is being handled."""
+    return cast(Exchange, cast(dict[str, Any], request.scope)[_SCOPE_KEY])

@@ -1,0 +1,122 @@
+"""Prometheus metrics: gauges and counters read from the engines at scrape, histograms fed as things happen.
+
+Names and bucket edges are vLLM's, under our prefix, so that dashboards can be moved over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import attrs
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from trio_llm.engine.engine import Engine
+from trio_llm.engine.registry import Registry
+
+PREFIX = "trio_llm_"
+_LABEL = "model_name"
+
+_FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_INTER_TOKEN_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+
+
+@attrs.frozen(eq=False)
+class _Observer:
+    """Feeds one engine's events into the histograms."""
+
+    to_first: Histogram
+    between: Histogram
+
+    def first_token(self, seconds: float) -> None:
+        self.to_first.observe(seconds)
+
+    def inter_token(self, seconds: float) -> None:
+        self.between.observe(seconds)
+
+    def finished(self, reason: str, prompt_tokens: int, completion_tokens: int) -> None:
+        """Counted by the engine itself."""
+
+
+class Metrics(Collector):
+    """The metrics of one application, in a Prometheus registry of their own.
+
+    Args:
+        registry: the engines.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._observed: set[int] = set()
+        self._prometheus = CollectorRegistry()
+        self._prometheus.register(self)
+        self._to_first = Histogram(
+            PREFIX + "time_to_first_token_seconds",
+            "Seconds from a request's admission to its first token.",
+            [_LABEL],
+            registry=self._prometheus,
+            buckets=_FIRST_TOKEN_BUCKETS,
+        )
+        self._between = Histogram(
+            PREFIX + "inter_token_latency_seconds",
+            "Seconds between the tokens of a choice.",
+            [_LABEL],
+            registry=self._prometheus,
+            buckets=_INTER_TOKEN_BUCKETS,
+        )
+
+    def observe(self, engine: Engine) -> None:
+        """Feed the histograms from an engine; idempotent."""
+        if id(engine) not in self._observed:
+            self._observed.add(id(engine))
+            name = self._name(engine)
+            engine.observers.append(_Observer(self._to_first.labels(name), self._between.labels(name)))
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        for engine in self._registry.engines():
+            self.observe(engine)
+        return generate_latest(self._prometheus)
+
+    def _name(self, engine: Engine) -> str:
+        return next((name for name, served in self._registry.items() if served is engine), engine.name)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: what is collected depends on the engines there are."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """The gauges and counters, read from the engines now."""
+        running = GaugeMetricFamily(PREFIX + "num_requests_running", "Sequences in the batch.", labels=[_LABEL])
+        waiting = GaugeMetricFamily(PREFIX + "num_requests_waiting", "Sequences that wait.", labels=[_LABEL])
+        usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "KV blocks in use, 0 to 1.", labels=[_LABEL])
+        preemptions = CounterMetricFamily(PREFIX + "num_preemptions", "Preemptions.", labels=[_LABEL])
+        prompt = CounterMetricFamily(PREFIX + "prompt_tokens", "Prompt tokens.", labels=[_LABEL])
+        generation = CounterMetricFamily(PREFIX + "generation_tokens", "Tokens generated.", labels=[_LABEL])
+        wasted = CounterMetricFamily(
+            PREFIX + "wasted_tokens", "Tokens computed beyond the end of their choice.", labels=[_LABEL]
+        )
+        success = CounterMetricFamily(
+            PREFIX + "request_success", "Requests that ended, by how.", labels=[_LABEL, "finished_reason"]
+        )
+        for engine in self._registry.engines():
+            labels = [self._name(engine)]
+            statistics = engine.statistics()
+            core = statistics.core
+            running.add_metric(labels, core.num_running)
+            waiting.add_metric(labels, core.num_waiting)
+            usage.add_metric(labels, core.kv_cache_usage)
+            preemptions.add_metric(labels, core.num_preemptions)
+            prompt.add_metric(labels, statistics.prompt_tokens)
+            generation.add_metric(labels, statistics.generation_tokens)
+            wasted.add_metric(labels, statistics.wasted_tokens)
+            for reason, count in statistics.finished.items():
+                success.add_metric([*labels, reason], count)
+        yield from (running, waiting, usage, preemptions, prompt, generation, wasted, success)

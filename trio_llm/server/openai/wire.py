@@ -1,0 +1,164 @@
+"""The objects of the chat and completion endpoints as they travel: requests, answers and chunks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import attrs
+
+MAX_ENTRIES = 4096
+"""Of any array in a request, but a prompt's token ids."""
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
+@attrs.frozen(kw_only=True)
+class ContentPart:
+    type: Literal["text", "refusal", "image_url", "input_audio", "file"]
+    text: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Message:
+    role: Role
+    content: str | list[ContentPart]
+    name: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class StreamOptions:
+    include_usage: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class GenerationFields:
+    """What both endpoints take."""
+
+    model: str
+    n: int = 1
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] = attrs.field(factory=list)
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+
+@attrs.frozen(kw_only=True)
+class ChatCompletionRequest(GenerationFields):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class CompletionRequest(GenerationFields):
+    prompt: str | list[int] | list[str] | list[list[int]]
+
+
+@attrs.frozen(kw_only=True)
+class PromptTokensDetails:
+    cached_tokens: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class UsageBody:
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = attrs.field(factory=PromptTokensDetails)
+
+
+@attrs.frozen(kw_only=True)
+class AnswerMessage:
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+@attrs.frozen(kw_only=True)
+class ChatChoice:
+    index: int
+    message: AnswerMessage
+    finish_reason: str | None
+    logprobs: None = None
+
+
+@attrs.frozen(kw_only=True)
+class ChatCompletion:
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+@attrs.frozen(kw_only=True)
+class TextChoice:
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: None = None
+
+
+@attrs.frozen(kw_only=True)
+class TextCompletion:
+    """Streamed or whole: the shape is the same."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: UsageBody | None = None
+    object: Literal["text_completion"] = "text_completion"
+
+
+@attrs.frozen(kw_only=True)
+class ChunkDelta:
+    """None is left out."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class ChunkChoice:
+    index: int
+    delta: ChunkDelta
+    finish_reason: str | None = None
+    logprobs: None = None
+
+
+@attrs.frozen(kw_only=True)
+class ChatCompletionChunk:
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: UsageBody | None = None
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+@attrs.frozen(kw_only=True)
+class ModelCard:
+    id: str
+    created: int
+    max_model_len: int
+    owned_by: str = "trio_llm"
+    object: Literal["model"] = "model"
+
+
+@attrs.frozen(kw_only=True)
+class ModelList:
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+def to_wire(value: Any) -> Any:
+    """An answer object as plain data."""
+    return attrs.asdict(value)

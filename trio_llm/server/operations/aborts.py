@@ -1,0 +1,27 @@
+"""POST /v1/requests/{id}/abort."""
+
+from __future__ import annotations
+
+import orjson
+from quart import Blueprint, Response
+
+from trio_llm.errors import RequestNotFound
+from trio_llm.server.http import this_app
+
+blueprint = Blueprint("aborts", __name__)
+
+_PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+@blueprint.post("/v1/requests/<request_id>/abort")
+async def abort(request_id: str) -> Response:
+    """End a request that is in flight: it is answered with what was made so far, finish_reason "abort".
+
+    The id is the `id` of its chunks, with or without what stands before the dash.
+    """
+    internal = request_id
+    for prefix in _PREFIXES:
+        internal = internal.removeprefix(prefix)
+    if not any(engine.abort(internal) for engine in this_app().registry.engines()):
+        raise RequestNotFound(f"no request {request_id[:80]!r} is in flight", field="id")
+    return Response(orjson.dumps({"id": request_id, "aborted": True}), content_type="application/json")
