@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -20,12 +20,12 @@ from trio_llm.core.executor import Executor
 from trio_llm.core.request import FinishReason, Request
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.core.step import CoreStatistics
+from trio_llm.engine.admission import Prompt, check_prompt
 from trio_llm.engine.detokenizer import TokenDecoder
-from trio_llm.engine.generation import Generation, Prompt
+from trio_llm.engine.generation import Generation
 from trio_llm.engine.statistics import Counters, Observer, Statistics
 from trio_llm.engine.worker import Add, Command, Report, Settle, Stop, Worker
 from trio_llm.errors import (
-    ContextLengthExceeded,
     EngineDead,
     InvalidRequest,
     QueueFull,
@@ -291,25 +291,11 @@ class Engine:
             del self._generations[generation.request_id]
         self._by_core_id.pop(generation.core_id, None)
 
-    async def _tokenize(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            from trio_llm.prompt.chat_template import encode_prompt
-
-            return await _in_thread(encode_prompt, self.tokenizer, prompt)
-        items: list[Any] = list(prompt)
-        if items and isinstance(items[0], Mapping):
-            from trio_llm.prompt.chat_template import render_chat
-
-            return await _in_thread(render_chat, self.tokenizer, items)
-        if not all(type(token) is int for token in items):
-            raise InvalidRequest("a prompt is a text, token ids, or messages", field="prompt")
-        return items
-
     def _admit(self, generation: Generation, prompt_token_ids: list[int]) -> None:
         """Let a request in, from counters that live on this thread, or raise."""
         self._raise_if_dead()
         params = generation.params
-        self._check_prompt(prompt_token_ids, params.max_tokens)
+        check_prompt(prompt_token_ids, params.max_tokens, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         limit = self.settings.max_num_seqs + self.settings.max_num_queued_reqs
         if params.n > limit:
             raise InvalidRequest(f"n is {params.n}, but the engine holds at most {limit} choices", field="n")
@@ -325,24 +311,6 @@ class Engine:
         self._num_choices += params.n
         eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
         self._post(Add(Request(core_id, prompt_token_ids, params, eos_token_ids, generation.priority)))
-
-    def _check_prompt(self, prompt_token_ids: list[int], max_tokens: int | None) -> None:
-        if not prompt_token_ids:
-            raise InvalidRequest("the prompt is empty", field="prompt")
-        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.vocab_size:
-            message = f"the prompt has a token id that is not in the vocabulary (0 to {self.vocab_size - 1})"
-            raise InvalidRequest(message, field="prompt", limit=self.vocab_size)
-        prompt_tokens, limit = len(prompt_token_ids), self.max_model_len
-        if prompt_tokens + (max_tokens or 1) > limit:
-            wanted = "at least 1" if max_tokens is None else str(max_tokens)
-            raise ContextLengthExceeded(
-                f"the context holds at most {limit} tokens, but the prompt has {prompt_tokens} "
-                f"and max_tokens asks for {wanted} more",
-                field="prompt" if prompt_tokens >= limit else "max_tokens",
-                limit=limit,
-                prompt_tokens=prompt_tokens,
-                max_tokens=max_tokens,
-            )
 
     def _post(self, command: Command) -> None:
         self._worker.post(command)
@@ -465,11 +433,6 @@ class Engine:
     def _raise_if_dead(self) -> None:
         if self._death is not None:
             raise _dead(self._death.message, self._death.__cause__)
-
-
-async def _in_thread(tokenize: Callable[[Any, Any], Iterable[int]], tokenizer: Any, prompt: Any) -> list[int]:
-    """Templates and tokenising take long for long prompts; a cancelled caller leaves them to end alone."""
-    return list(await trio.to_thread.run_sync(tokenize, tokenizer, prompt, abandon_on_cancel=True))
 
 
 def _dead(message: str, cause: BaseException | None) -> EngineDead:

@@ -12,7 +12,6 @@ channel, which has room for every choice's window and last word, is never full.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -22,15 +21,13 @@ import trio
 from trio_llm.core.request import FinishReason
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.core.step import SequenceOutput
+from trio_llm.engine.admission import Prompt, tokenize
 from trio_llm.engine.detokenizer import Detokenizer, StopMatcher, TokenDecoder
 from trio_llm.engine.worker import Acknowledge, Finish
 from trio_llm.errors import TrioLLMError
 
 if TYPE_CHECKING:
     from trio_llm.engine.engine import Engine
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
-"""A text to continue, token ids, or chat messages."""
 
 
 @attrs.frozen
@@ -177,7 +174,7 @@ class Generation:
         capacity = self.params.n * (engine.settings.credit_window + 1)
         self._send, self._receive = trio.open_memory_channel(capacity)
         try:
-            prompt_token_ids = await engine._tokenize(self._prompt)
+            prompt_token_ids = await tokenize(engine.tokenizer, self._prompt)
             if self._failure is not None:
                 raise self._failure
             if not self._ended and not self._abort_requested:

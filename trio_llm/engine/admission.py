@@ -1,0 +1,63 @@
+"""What stands between a prompt and the engine: token ids, and whether they can be served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import trio
+
+from trio_llm.errors import ContextLengthExceeded, InvalidRequest
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
+"""A text to continue, token ids, or chat messages."""
+
+
+async def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """The token ids of a prompt; text and messages are rendered in a worker thread.
+
+    Raises:
+        InvalidRequest: the prompt is none of the three, or the chat template refuses it.
+    """
+    if isinstance(prompt, str):
+        from trio_llm.prompt.chat_template import encode_prompt
+
+        return await _in_thread(encode_prompt, tokenizer, prompt)
+    items: list[Any] = list(prompt)
+    if items and isinstance(items[0], Mapping):
+        from trio_llm.prompt.chat_template import render_chat
+
+        return await _in_thread(render_chat, tokenizer, items)
+    if not all(type(token) is int for token in items):
+        raise InvalidRequest("a prompt is a text, token ids, or messages", field="prompt")
+    return items
+
+
+async def _in_thread(tokenize: Callable[[Any, Any], Iterable[int]], tokenizer: Any, prompt: Any) -> list[int]:
+    """Templates and long texts take their time; a caller that is cancelled leaves them to end alone."""
+    return list(await trio.to_thread.run_sync(tokenize, tokenizer, prompt, abandon_on_cancel=True))
+
+
+def check_prompt(prompt_token_ids: list[int], max_tokens: int | None, *, vocab_size: int, max_model_len: int) -> None:
+    """Refuse what the engine could never serve.
+
+    Raises:
+        InvalidRequest: no token, or one that the model does not know.
+        ContextLengthExceeded: prompt and wanted tokens are more than the context holds.
+    """
+    if not prompt_token_ids:
+        raise InvalidRequest("the prompt is empty", field="prompt")
+    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab_size:
+        message = f"the prompt has a token id that is not in the vocabulary (0 to {vocab_size - 1})"
+        raise InvalidRequest(message, field="prompt", limit=vocab_size)
+    prompt_tokens = len(prompt_token_ids)
+    if prompt_tokens + (max_tokens or 1) > max_model_len:
+        wanted = "at least 1" if max_tokens is None else str(max_tokens)
+        raise ContextLengthExceeded(
+            f"the context holds at most {max_model_len} tokens, but the prompt has {prompt_tokens} "
+            f"and max_tokens asks for {wanted} more",
+            field="prompt" if prompt_tokens >= max_model_len else "max_tokens",
+            limit=max_model_len,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+        )
