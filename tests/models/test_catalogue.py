@@ -159,9 +159,7 @@ def test_space_that_pip_runs_out_of_too(entry: CatalogueEntry) -> None:
     assert "no space for tiny" in catalogue._pip_failed(entry, log).message
 
 
-def test_a_cache_that_cannot_be_written(
-    entry: CatalogueEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written(entry: CatalogueEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     refused(entry, "cannot be written to the cache .*file/trio_llm: Not a directory; XDG_CACHE_HOME")

@@ -167,6 +167,16 @@ def test_an_unknown_gguf_architecture_is_refused(tiny_model: Make, make_gguf: Ma
         load_model(str(path), settings=CPU)
 
 
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "attention.head_count", "attention.key_length"])
+def test_numbers_that_the_tensors_do_not_bear_out_are_refused(key: str, tiny_model: Make, make_gguf: Make) -> None:
+    path = make_gguf("llama", tiny_model("llama"))
+    content = path.read_bytes()
+    place = content.index(f"llama.{key}".encode()) + len(f"llama.{key}") + 4
+    path.write_bytes(content[:place] + (1 << 30).to_bytes(4, "little") + content[place + 4 :])
+    with pytest.raises(ModelLoadError, match=r"the GGUF file (states|has no token embedding)"):
+        load_model(str(path), settings=CPU)
+
+
 def test_a_gguf_file_without_one_of_its_weights_is_refused(tiny_model: Make, make_gguf: Make) -> None:
     path = make_gguf("llama", tiny_model("llama"))
     path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.7.ffn_up.weight"))
@@ -221,6 +231,13 @@ def test_default_sampling_is_that_of_generation_config(
     path = make_directory(tiny_model("llama"))
     (path / "generation_config.json").write_text(json.dumps(recommended))
     assert load_model(str(path), settings=CPU).defaults == defaults
+
+
+def test_default_sampling_that_nobody_could_ask_for_is_a_load_error(tiny_model: Make, make_directory: Make) -> None:
+    path = make_directory(tiny_model("llama"))
+    (path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 5.0}))
+    with pytest.raises(ModelLoadError, match="temperature must be at least 0"):
+        load_model(str(path), settings=CPU)
 
 
 def test_a_checkpoint_without_one_of_its_weights_is_refused(tiny_model: Make, make_directory: Make) -> None:

