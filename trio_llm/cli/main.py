@@ -11,28 +11,30 @@ import inspect
 import sys
 from typing import Annotated, Any, NoReturn
 
+import attrs
 import cyclopts
 
 from trio_llm import config
+from trio_llm.errors import ConfigurationError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_ENGINE_DIED = 3
 
-app = cyclopts.App(
-    name="trio-llm",
-    help="An LLM inference engine and server in which every request can be cancelled at any moment.",
-    help_format="plaintext",
-    version=lambda: _version(),
-    exit_on_error=False,
-    print_error=False,
-)
-
-
 def _version() -> str:
     from importlib.metadata import version
 
     return version("trio-llm")
+
+
+app = cyclopts.App(
+    name="trio-llm",
+    help="An LLM inference engine and server in which every request can be cancelled at any moment.",
+    help_format="plaintext",
+    version=_version,
+    exit_on_error=False,
+    print_error=False,
+)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -75,7 +77,7 @@ def _flag(name: str) -> inspect.Parameter:
     field = config.SETTINGS[name]
     kind, choices = config.kind_of(name)
     is_flag = kind is bool
-    default = field.default if field.default not in (None, ()) and field.default is not config.attrs.NOTHING else None
+    default = field.default if field.default not in (None, ()) and field.default is not attrs.NOTHING else None
     help_text = _descriptions().get(name, "")
     if choices:
         help_text += f" One of {', '.join(choices)}."
@@ -115,7 +117,7 @@ def serve(
     given = {name: value for name, value in {"model": model, **flags}.items() if value is not None}
     try:
         settings = config.resolve(given, config=config_file)
-    except config.ConfigurationError as error:
+    except ConfigurationError as error:
         _complain(error.message)
         return EXIT_USAGE if error.field in given else EXIT_FAILED
     from trio_llm.cli.serve import run

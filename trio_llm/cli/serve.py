@@ -99,11 +99,7 @@ async def _beat(limit: float) -> None:
 def _announce(url: str, app: App) -> None:
     (name, engine), *_ = app.registry.items()
     print(f"{name} is ready at {url}, with a context of {engine.max_model_len} tokens. Try:")
-    address = (
-        f"--unix-socket {app.settings.uds} http://localhost"
-        if app.settings.uds
-        else url.replace("0.0.0.0", "127.0.0.1")
-    )
+    address = f"--unix-socket {app.settings.uds} http://localhost" if app.settings.uds else url
     print(
         f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json' "
         f"""-d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'""",

@@ -40,8 +40,11 @@ logger = logging.getLogger(__name__)
 
 READ_SIZE = 2**16
 READ_AHEAD = 2**16
-"""Bytes that a peer may send while its request still runs; one that sends more is cut off,
-since beyond them its disconnect could not be seen."""
+"""Bytes that are read while a request still runs."""
+AHEAD_PATIENCE = 1.0
+"""Seconds for which a peer may have sent more than that.  The next request may well overtake the last
+words about the one before; but a peer that goes on like this is cut off, since its disconnect could
+not be seen behind bytes that are not read."""
 WRITE_SIZE = 2**16
 """A write is cut into pieces of this size, and each has the whole deadline: a slow reader of a
 large answer is not a stalled one."""
@@ -77,6 +80,8 @@ class _ReadingPause(EventWrapper):
                     break
                 ahead += len(data)
                 self._protocol.connection.receive_data(bytes(data))
+            else:
+                await trio.sleep(AHEAD_PATIENCE)
             gone = True
             nursery.cancel_scope.cancel(reason="the peer is gone")
 
@@ -89,12 +94,22 @@ class _ReadingPause(EventWrapper):
 
 
 class _HTTP1Protocol(H11Protocol):
+    broken = False
+    """A message was cut off in the middle; whatever is said after that is lost, and no error."""
+
     async def handle(self, event: Event) -> None:
         try:
             await super().handle(event)
         except h11.RemoteProtocolError as error:
             await self._send_error_response(error.error_status_hint)
             await self.send(Closed())
+
+    async def _send_h11_event(self, event: Any) -> None:
+        try:
+            await super()._send_h11_event(event)
+        except h11.LocalProtocolError:
+            if not self.broken:
+                raise
 
     async def _check_protocol(self, event: h11.Request) -> None:
         if event.http_version not in (b"1.0", b"1.1"):
@@ -215,6 +230,7 @@ class Connection:
                 if not taken:
                     # half a message may be out: the connection is of no more use.  Closing the
                     # socket ends the reader, which tells the request that its client is gone
+                    self._protocol.broken = True
                     self.stream.socket.close()
         if not taken:
             await self._protocol.handle(Closed())

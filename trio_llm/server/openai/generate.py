@@ -12,7 +12,8 @@ from quart import Response
 from trio_llm.config import ServerSettings
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.engine.engine import Engine
-from trio_llm.engine.generation import Generation, Prompt
+from trio_llm.engine.admission import Prompt
+from trio_llm.engine.generation import Generation
 from trio_llm.errors import TrioLLMError
 from trio_llm.server.exchange import Exchange
 from trio_llm.server.openai.chunks import Chunks, Identity
@@ -39,7 +40,7 @@ def sampling_params(fields: GenerationFields, max_tokens: int | None, settings: 
         seed=fields.seed,
         max_tokens=settings.default_max_tokens if max_tokens is None else max_tokens,
         stop=() if fields.stop is None else fields.stop,
-        stop_token_ids=fields.stop_token_ids,
+        stop_token_ids=fields.stop_token_ids,  # type: ignore[arg-type]  # mypy loses tuple's parameter here
         ignore_eos=fields.ignore_eos,
     )
 

@@ -122,19 +122,19 @@ def screen(document: dict[str, Any], table: fields.Table, path: str = "", *, len
     return kept
 
 
-def _screen_message(message: Any, path: str, *, lenient: bool) -> Any:
+def _screen_message(message: Any, path: str, *, lenient: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise _wrong_type(path, "an object", message)
     if message.get("role") in ("tool", "function"):
         raise UnsupportedParameter(f"the role {message['role']} is not supported yet", field=f"{path}.role")
-    message = screen(message, fields.MESSAGE, f"{path}.", lenient=lenient)
-    content = message.get("content")
+    kept = screen(message, fields.MESSAGE, f"{path}.", lenient=lenient)
+    content = kept.get("content")
     if isinstance(content, list):
         path = f"{path}.content"
         if not 1 <= len(content) <= wire.MAX_ENTRIES:
             raise InvalidRequest(f"{path} must have from 1 to {wire.MAX_ENTRIES} parts, got {len(content)}", field=path)
-        message["content"] = [_screen_part(part, f"{path}[{i}]", lenient=lenient) for i, part in enumerate(content)]
-    return message
+        kept["content"] = [_screen_part(part, f"{path}[{i}]", lenient=lenient) for i, part in enumerate(content)]
+    return kept
 
 
 def _screen_part(part: Any, path: str, *, lenient: bool) -> dict[str, Any]:
@@ -223,11 +223,15 @@ def _prompt(value: Any, _: Any) -> Any:
     raise _WrongValue("a string, or a non-empty array of strings or of token ids", value)
 
 
-def _checked(kind: type, expected: str, make: Any) -> Any:
+def _origin(annotation: Any) -> Any:
+    return get_origin(annotation)
+
+
+def _checked(kind: Any, expected: str, make: Any) -> Any:
     """A hook factory: what `make` would structure, if it is of the right JSON kind at all."""
 
     def factory(annotation: Any) -> Any:
-        structure = make(annotation, _converter)
+        structure: Any = make(annotation, _converter)
 
         def hook(value: Any, _: Any) -> Any:
             if not isinstance(value, kind):
@@ -245,7 +249,7 @@ _converter = cattrs.Converter(detailed_validation=True)
 for _kind in (str, bool, int, float):
     _converter.register_structure_hook(_kind, _strict(_kind))
 _converter.register_structure_hook_factory(
-    lambda annotation: get_origin(annotation) is list, _checked(list, "an array", list_structure_factory)
+    lambda annotation: _origin(annotation) is list, _checked(list, "an array", list_structure_factory)
 )
 _converter.register_structure_hook_factory(attrs.has, _checked(dict, "an object", make_dict_structure_fn))
 _converter.register_structure_hook_func(lambda annotation: annotation == str | list[str] | None, _stop)
@@ -253,7 +257,7 @@ _converter.register_structure_hook_func(lambda annotation: annotation == str | l
 _converter.register_structure_hook_func(
     lambda annotation: annotation == str | list[int] | list[str] | list[list[int]], _prompt
 )
-_converter.register_structure_hook_func(lambda annotation: get_origin(annotation) is Literal, _literal)
+_converter.register_structure_hook_func(lambda annotation: _origin(annotation) is Literal, _literal)
 
 
 def _structure(document: dict[str, Any], kind: type[T]) -> T:

@@ -1,0 +1,227 @@
+"""A server with a fake model, in this process and over real sockets."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import Any, Literal
+
+import attrs
+import hypercorn.trio
+import orjson
+import pytest
+import trio
+from hypercorn.config import Config
+
+from trio_llm.config import ServerSettings
+from trio_llm.core.executor import ExecutorInfo, FakeExecutor
+from trio_llm.core.step import StepPlan
+from trio_llm.engine.engine import Engine, open_engine
+from trio_llm.engine.registry import Registry
+from trio_llm.engine.simulation import FakeModel
+from trio_llm.server.app import create_app
+from trio_llm.server.connection import serve_connections
+from trio_llm.server.http import App
+
+Launch = Literal["own", "hypercorn"]
+INFO = ExecutorInfo(num_blocks=256, block_size=4, vocab_size=256, max_model_len=1024)
+HI = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+LONG = {**HI, "max_tokens": 900, "ignore_eos": True}
+
+
+@attrs.define(eq=False)
+class Gate:
+    """Lets an executor's steps through one by one."""
+
+    permits: threading.Semaphore = attrs.field(factory=lambda: threading.Semaphore(0))
+    is_open: bool = False
+
+    def __call__(self, plan: StepPlan) -> None:
+        if not self.is_open:
+            assert self.permits.acquire(timeout=60)
+
+    def let(self, steps: int) -> None:
+        """Let so many steps through."""
+        self.permits.release(steps)
+
+    def open(self) -> None:
+        """Hold nothing back any more."""
+        self.is_open = True
+        self.permits.release(1000)
+
+
+@attrs.frozen
+class Answer:
+    """A parsed HTTP answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return orjson.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of an event stream, parsed; comments are left out."""
+        lines = [line for line in self.body.decode().split("\n\n") if line.startswith("data: ")]
+        return [orjson.loads(line[6:]) if line != "data: [DONE]" else "DONE" for line in lines]
+
+
+@attrs.define(eq=False)
+class Client:
+    """One raw HTTP/1.1 connection."""
+
+    stream: trio.SocketStream
+    buffer: bytes = b""
+
+    async def send(self, method: str, path: str, body: Any = None, **headers: str) -> None:
+        """Write a request."""
+        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        head = [f"{method} {path} HTTP/1.1", "host: test"]
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        if body is not None:
+            headers = {"content-type": "application/json", "content-length": str(len(data)), **headers}
+        head += [f"{name}: {value}" for name, value in headers.items()]
+        await self.stream.send_all("\r\n".join([*head, "", ""]).encode() + data)
+
+    async def until(self, mark: bytes) -> bytes:
+        """Read up to and with a mark."""
+        while mark not in self.buffer:
+            data = await self.stream.receive_some(65536)
+            if not data:
+                raise EOFError(self.buffer)
+            self.buffer += data
+        before, _, self.buffer = self.buffer.partition(mark)
+        return before + mark
+
+    async def receive(self) -> Answer:
+        """Read one answer to its end."""
+        head = (await self.until(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:]) if name}
+        body = b""
+        if headers.get("transfer-encoding") == "chunked":
+            while size := int((await self.until(b"\r\n")).strip(), 16):
+                while len(self.buffer) < size + 2:
+                    self.buffer += await self.stream.receive_some(65536)
+                body += self.buffer[:size]
+                self.buffer = self.buffer[size + 2 :]
+            await self.until(b"\r\n")
+        else:
+            while len(self.buffer) < int(headers.get("content-length", 0)):
+                self.buffer += await self.stream.receive_some(65536)
+            body, self.buffer = self.buffer, b""
+        return Answer(int(head[0].split()[1]), headers, body)
+
+
+@attrs.define(eq=False)
+class Server:
+    """A running server."""
+
+    app: App
+    engine: Engine
+    executor: FakeExecutor
+    port: int
+    nursery: trio.Nursery
+    clients: list[Client] = attrs.field(factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def connect(self) -> Client:
+        """A new connection, closed at the latest with the server."""
+        client = Client(await trio.open_tcp_stream("127.0.0.1", self.port))
+        self.clients.append(client)
+        return client
+
+    async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        """One request on a connection of its own."""
+        client = await self.connect()
+        async with client.stream:
+            await client.send(method, path, body, **headers)
+            return await client.receive()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that happens on this thread."""
+        with trio.fail_after(20):
+            while not condition():  # noqa: ASYNC110 - what is waited for has no event
+                await trio.sleep(0.001)
+
+    async def assert_all_free(self) -> None:
+        """Nothing is in flight, and every block is back."""
+        await self.until(lambda: self.engine.statistics().num_requests == 0)
+        core = await self.engine.settled()
+        assert (core.num_running, core.num_waiting) == (0, 0)
+        assert core.num_free_blocks == core.num_blocks
+
+
+@asynccontextmanager
+async def serving(
+    launch: Launch = "own", *, executor: FakeExecutor | None = None, engine: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Server]:
+    """A server under one of the two launches.
+
+    Args:
+        launch: "own" is what serve() uses, "hypercorn" what `hypercorn -k trio` uses.
+        engine: fields of EngineSettings.
+        settings: fields of ServerSettings.
+    """
+    executor = executor or FakeExecutor(INFO)
+    async with open_engine(FakeModel(), executor=executor, **(engine or {})) as running:
+        app = create_app(ServerSettings(**settings), registry=Registry({"fake": running}))
+        config = Config()
+        config.errorlog = None
+        async with trio.open_nursery() as nursery:
+            if launch == "own":
+                listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+                config.keep_alive_timeout = app.settings.keep_alive_timeout
+                await nursery.start(
+                    partial(
+                        serve_connections,
+                        app,
+                        listeners,
+                        config=config,
+                        write_timeout=app.settings.write_timeout,
+                        stop=trio.sleep_forever,
+                    )
+                )
+                port = listeners[0].socket.getsockname()[1]
+            else:
+                config.bind = ["127.0.0.1:0"]
+                (bind,) = await nursery.start(partial(hypercorn.trio.serve, app, config))
+                port = int(bind.rpartition(":")[2])
+            server = Server(app, running, executor, port, nursery)
+            try:
+                yield server
+            finally:
+                for client in server.clients:
+                    client.stream.socket.close()
+                if isinstance(executor.on_launch, Gate):
+                    executor.on_launch.open()
+            nursery.cancel_scope.cancel(reason="the test is over")
+
+
+Serving = Callable[..., AbstractAsyncContextManager[Server]]
+
+
+@pytest.fixture(params=["own", "hypercorn"])
+def launch(request: pytest.FixtureRequest) -> Any:
+    """Both ways to serve the application."""
+    return request.param
+
+
+@pytest.fixture(name="serving")
+def _serving() -> Serving:
+    return serving
+
+
+@pytest.fixture
+def gated() -> tuple[FakeExecutor, Gate]:
+    """An executor whose steps wait for the test."""
+    gate = Gate()
+    return FakeExecutor(INFO, on_launch=gate), gate
