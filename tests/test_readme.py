@@ -68,7 +68,13 @@ def test_the_library_program_answers(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(trio_llm.__file__).parents[1])}
 
     completed = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, check=True, text=True
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+        timeout=240,
     )
 
     answer, _, ending = completed.stdout.rstrip("\n").rpartition("\n")
