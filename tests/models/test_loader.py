@@ -146,6 +146,7 @@ def test_the_rope_factors_of_llama_3_are_applied(tiny_model: Make, make_gguf: Ma
         ({"extra": {"llama.rope.scaling.type": "longrope"}}, "rope scaling of type 'longrope'"),
         ({"extra": {"llama.rope.dimension_count": 8}}, "over a part of each head"),
         ({"extra": {"llama.expert_count": 8}}, "with experts"),
+        ({"extra": {"split.count": 3}}, "split over 3 GGUF files"),
         ({"tensors": {"blk.0.attn_sinks.weight": torch.zeros(4).numpy()}}, "'blk.0.attn_sinks.weight' has no place"),
         ({"pre": "tomorrow"}, "pre-tokenizer 'tomorrow'"),
     ],
@@ -248,18 +249,28 @@ def test_a_checkpoint_without_one_of_its_weights_is_refused(tiny_model: Make, ma
         load_model(str(path), settings=CPU)
 
 
-@pytest.mark.parametrize("damage", ["config", "weights", "tokenizer"])
-def test_a_damaged_directory_is_a_load_error(damage: str, tiny_model: Make, make_directory: Make) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", "{", "cannot be loaded"),
+        ("config.json", '{"model_type": "tomorrow"}', "cannot be loaded"),
+        ("model.safetensors", "no weights", "cannot be loaded"),
+        ("tokenizer.json", "{", "has no tokenizer that can be loaded"),
+    ],
+)
+def test_a_damaged_directory_is_a_load_error(
+    name: str, content: str, words: str, tiny_model: Make, make_directory: Make
+) -> None:
     path = make_directory(tiny_model("llama"))
-    name = {"config": "config.json", "weights": "model.safetensors", "tokenizer": "tokenizer.json"}[damage]
-    (path / name).write_text("{" if damage != "weights" else "no weights")
-    with pytest.raises(ModelLoadError, match="cannot be loaded"):
+    (path / name).write_text(content)
+    with pytest.raises(ModelLoadError, match=words) as caught:
         load_model(str(path), settings=CPU)
+    assert "\n" not in caught.value.message
 
 
 def test_a_hub_name_without_a_network_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelLoadError, match="nobody/nothing cannot be loaded") as caught:
+    with pytest.raises(ModelLoadError, match=r"nobody/nothing cannot be loaded \(and there is no such") as caught:
         load_model("nobody/nothing", settings=CPU)
     assert "\n" not in caught.value.message
 
@@ -359,6 +370,22 @@ def test_importing_the_loader_imports_nothing_heavy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
+
+
+def test_a_gguf_file_needs_no_gguf_package_and_no_network(tiny_model: Make, make_gguf: Make) -> None:
+    code = (
+        "import socket, sys\n"
+        "sys.modules['gguf'] = sys.modules['accelerate'] = None\n"
+        "def refuse(*args): raise AssertionError('network')\n"
+        "socket.getaddrinfo = socket.socket.connect = refuse\n"
+        "from trio_llm.models.loader import load_model\n"
+        "from trio_llm.prompt.chat_template import render_chat\n"
+        "model = load_model(sys.argv[1])\n"
+        "print(len(render_chat(model.tokenizer, [{'role': 'user', 'content': 'hi'}])))\n"
+    )
+    command = [sys.executable, "-W", "error", "-c", code, str(make_gguf("llama", tiny_model("llama")))]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.stdout, result.stderr) == ("25\n", "")
 
 
 # --- device and dtype -------------------------------------------------------------------------------------------

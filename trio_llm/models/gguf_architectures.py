@@ -100,6 +100,10 @@ def build_config(file: GGUFFile) -> PreTrainedConfig:
             f"A Hugging Face directory of the model may be"
         )
     values = _Values(file.metadata, name)
+    if (parts := file.metadata.get("split.count", 1)) > 1:
+        raise ModelNotSupported(
+            f"the model is split over {parts} GGUF files; merge them first (llama-gguf-split --merge)"
+        )
     if values.get("expert_count"):
         raise ModelNotSupported(f"GGUF files of {name} with experts are not supported; use a Hugging Face directory")
 

@@ -88,9 +88,9 @@ def load_model(reference: str, *, settings: EngineSettings | None = None) -> Loa
             )
         except (ModelLoadError, ConfigurationError):
             raise
-        except Exception as error:  # transformers and torch raise all kinds; the first line is for people
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ModelLoadError(f"{reference} cannot be loaded: {reason}", field="model") from error
+        except Exception as error:  # transformers and torch raise all kinds
+            either = "" if isinstance(source, Path) else " (and there is no such directory here)"
+            raise ModelLoadError(f"{reference} cannot be loaded{either}: {_reason(error)}", field="model") from error
 
 
 def resolve_device(settings: EngineSettings) -> torch.device:
@@ -107,8 +107,8 @@ def resolve_device(settings: EngineSettings) -> torch.device:
         device = torch.device(settings.device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-        reason = str(error).partition("\n")[0]
-        raise ConfigurationError(f"device {settings.device!r} is not available: {reason}", field="device") from error
+        message = f"device {settings.device!r} is not available: {_reason(error)}"
+        raise ConfigurationError(message, field="device") from error
     return device
 
 
@@ -153,14 +153,23 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> _Parts:
 
 
 def _load_pretrained(name: str, dtype: torch.dtype, settings: EngineSettings) -> _Parts:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     options: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    AutoConfig.from_pretrained(name, **options)  # first, because its errors say best what is wrong with `name`
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    except Exception as error:
+        raise ModelLoadError(f"{name} has no tokenizer that can be loaded: {_reason(error)}", field="model") from error
     auto_class: Any = AutoModelForCausalLM
     model, report = auto_class.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
     _check(report)
     return model, tokenizer, frozenset()
+
+
+def _reason(error: Exception) -> str:
+    """What an error of transformers or torch says first; what follows is advice and traces."""
+    return str(error).strip().partition("\n")[0].rstrip(": ") or type(error).__name__
 
 
 def _check(report: dict[str, Any]) -> None:
