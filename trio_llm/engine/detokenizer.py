@@ -28,7 +28,7 @@ class TokenDecoder:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._decode = _plainest_decode(tokenizer)
+        self._decode = tokenizer.decode
         special = getattr(tokenizer, "all_special_ids", ())
         self.vanishing_ids = frozenset(token for token in special if self.decode([token]) == "")
         """Special tokens, which skip_special_tokens leaves out."""
@@ -80,8 +80,8 @@ class Detokenizer:
     def __init__(self, decoder: TokenDecoder, prompt_token_ids: Sequence[int]) -> None:
         self._decoder = decoder
         self._window = decoder.context(prompt_token_ids)
-        self._prompt_text: str | None = decoder.decode(self._window)
-        """Text of the window when it held prompt only; None once a piece was given."""
+        self._prompt: list[int] | None = self._window.copy()
+        """The prompt's part of the window; None once a piece was given."""
         self._num_given = 0
         """Characters of the window's text that were given."""
         self._limit = WINDOW
@@ -107,15 +107,13 @@ class Detokenizer:
         return self._give(text, len(text))
 
     def _give(self, text: str, end: int) -> str:
-        if self._prompt_text is not None:
-            if text.startswith(self._prompt_text):
-                self._num_given = len(self._prompt_text)
-            else:
-                self._num_given = len(self._prompt_text.rstrip(REPLACEMENT))
+        if self._prompt is not None:
+            before = self._decoder.decode(self._prompt)
+            self._num_given = len(before if text.startswith(before) else before.rstrip(REPLACEMENT))
         piece = text[self._num_given : end]
         if piece:
             self._num_given = end
-            self._prompt_text = None
+            self._prompt = None
         return piece
 
     def _cut(self, text: str) -> None:
@@ -123,7 +121,7 @@ class Detokenizer:
         held = text[self._num_given :]
         window = self._window[-CONTEXT:]
         tail = self._decoder.decode(window)
-        if self._prompt_text is None and len(tail) > len(held) and tail.endswith(held):
+        if self._prompt is None and len(tail) > len(held) and tail.endswith(held):
             self._window = window
             self._num_given = len(tail) - len(held)
             self._limit = WINDOW
@@ -189,12 +187,3 @@ def _borders(stop: str) -> list[int]:
         length += stop[length] == stop[position]
         borders[position] = length
     return borders
-
-
-def _plainest_decode(tokenizer: Any) -> Any:
-    """decode() without the wrapping of transformers' fast tokenizers, where that adds nothing but time."""
-    method = getattr(type(tokenizer), "_decode", None)
-    is_plain = getattr(method, "__module__", "") == "transformers.tokenization_utils_tokenizers"
-    if is_plain and not tokenizer.clean_up_tokenization_spaces:
-        return tokenizer.backend_tokenizer.decode
-    return tokenizer.decode

@@ -119,7 +119,7 @@ class Worker:
         self.load()
         try:
             while not self.stopped:
-                if not self.pump() and not self.stopped:
+                if not self.pump():
                     self._wait()
         finally:
             self.close()
@@ -138,7 +138,7 @@ class Worker:
         """One turn, without waiting for anything but the step itself.
 
         Returns:
-            Whether there is more to do at once; otherwise the next turn can wait for a command.
+            False when only a command can bring more to do, so that the next turn may wait for one.
 
         Raises:
             Exception: the core is broken.
@@ -158,7 +158,7 @@ class Worker:
             if not self.stopped and core.has_work():
                 outputs += core.step()
             self._hand_over(Report(tuple(outputs), core.statistics(), tuple(settled)))
-            return not self.stopped and core.has_work()
+            return self.stopped or core.has_work()
         finally:
             self.turn_began = None
 
