@@ -126,16 +126,22 @@ class Server:
     engine: Engine
     executor: FakeExecutor
     port: int
-    nursery: trio.Nursery
+    stop: trio.Event
+    """Set to have it closed as a signal would."""
+    closed: trio.Event
     clients: list[Client] = attrs.field(factory=list)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def connect(self) -> Client:
+    async def connect(self, *, receive_buffer: int | None = None) -> Client:
         """A new connection, closed at the latest with the server."""
-        client = Client(await trio.open_tcp_stream("127.0.0.1", self.port))
+        sock = trio.socket.socket()
+        if receive_buffer is not None:
+            sock.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_RCVBUF, receive_buffer)
+        await sock.connect(("127.0.0.1", self.port))
+        client = Client(trio.SocketStream(sock))
         self.clients.append(client)
         return client
 
@@ -152,6 +158,10 @@ class Server:
             while not condition():  # noqa: ASYNC110 - what is waited for has no event
                 await trio.sleep(0.001)
 
+    async def admitted(self, count: int) -> None:
+        """Wait until so many requests of those in flight are with the engine."""
+        await self.until(lambda: sum(exchange.generation is not None for exchange in self.app.exchanges) == count)
+
     async def assert_all_free(self) -> None:
         """Nothing is in flight, and every block is back."""
         await self.until(lambda: self.engine.statistics().num_requests == 0)
@@ -162,40 +172,46 @@ class Server:
 
 @asynccontextmanager
 async def serving(
-    launch: Launch = "own", *, executor: FakeExecutor | None = None, engine: dict[str, Any] | None = None, **settings: Any
+    launch: Launch = "own",
+    *,
+    executor: FakeExecutor | None = None,
+    model: FakeModel | None = None,
+    engine: dict[str, Any] | None = None,
+    prepare: Callable[[App], object] = lambda app: None,
+    **settings: Any,
 ) -> AsyncIterator[Server]:
     """A server under one of the two launches.
 
     Args:
         launch: "own" is what serve() uses, "hypercorn" what `hypercorn -k trio` uses.
         engine: fields of EngineSettings.
+        prepare: called with the application before it is served.
         settings: fields of ServerSettings.
     """
     executor = executor or FakeExecutor(INFO)
-    async with open_engine(FakeModel(), executor=executor, **(engine or {})) as running:
+    async with open_engine(model or FakeModel(), executor=executor, **(engine or {})) as running:
         app = create_app(ServerSettings(**settings), registry=Registry({"fake": running}))
+        prepare(app)
         config = Config()
         config.errorlog = None
+        stop, closed = trio.Event(), trio.Event()
+
+        async def run(serve: Any, *, task_status: trio.TaskStatus[Any]) -> None:
+            await serve(task_status=task_status)
+            closed.set()
+
         async with trio.open_nursery() as nursery:
             if launch == "own":
                 listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
                 config.keep_alive_timeout = app.settings.keep_alive_timeout
-                await nursery.start(
-                    partial(
-                        serve_connections,
-                        app,
-                        listeners,
-                        config=config,
-                        write_timeout=app.settings.write_timeout,
-                        stop=trio.sleep_forever,
-                    )
-                )
+                serve = partial(serve_connections, app, listeners, config=config, grace=0.1)
+                await nursery.start(run, partial(serve, write_timeout=app.settings.write_timeout, stop=stop.wait))
                 port = listeners[0].socket.getsockname()[1]
             else:
                 config.bind = ["127.0.0.1:0"]
-                (bind,) = await nursery.start(partial(hypercorn.trio.serve, app, config))
+                (bind,) = await nursery.start(run, partial(hypercorn.trio.serve, app, config, shutdown_trigger=stop.wait))
                 port = int(bind.rpartition(":")[2])
-            server = Server(app, running, executor, port, nursery)
+            server = Server(app, running, executor, port, stop, closed)
             try:
                 yield server
             finally:

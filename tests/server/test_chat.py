@@ -130,7 +130,7 @@ async def test_headers_wait_for_the_first_result(serving, gated):
     async with serving(executor=executor) as server:
         client = await server.connect()
         await client.send("POST", "/v1/chat/completions", {**HI, "stream": True, "max_tokens": 2})
-        await server.until(lambda: server.engine.statistics().num_requests == 1)
+        await server.admitted(1)
         await server.ask("GET", "/health")
         assert client.buffer == b""
         gate.open()
@@ -231,7 +231,7 @@ async def test_abort_of_a_unary_request_gives_what_there_was(serving, gated):
             answers.append(await server.ask("POST", "/v1/chat/completions", {**HI, "max_tokens": 900}))
 
         nursery.start_soon(ask)
-        await server.until(lambda: server.engine.statistics().num_requests == 1)
+        await server.admitted(1)
         gate.let(2)
         await server.until(lambda: server.engine.statistics().generation_tokens == 2)
         (exchange,) = [exchange for exchange in server.app.exchanges if exchange.generation]

@@ -244,7 +244,7 @@ async def test_queue_full(serving, gated):
         clients = [await server.connect() for _ in range(3)]
         for count, client in enumerate(clients[:2], start=1):
             await client.send("POST", CHAT, HI)
-            await server.until(lambda count=count: server.engine.statistics().num_requests == count)
+            await server.admitted(count)
         await clients[2].send("POST", CHAT, HI)
         answer = await clients[2].receive()
         check(answer, 503, "server_overloaded")

@@ -85,7 +85,7 @@ async def test_metrics(serving, gated):
         clients = [await server.connect() for _ in range(2)]
         for client in clients:
             await client.send("POST", CHAT, {**HI, "max_tokens": 4})
-        await server.until(lambda: server.engine.statistics().num_requests == 2)
+        await server.admitted(2)
         gate.let(1)
         await server.until(lambda: server.engine.statistics().generation_tokens == 1)
         gate.let(1)
