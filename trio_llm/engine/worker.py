@@ -149,18 +149,23 @@ class Worker:
             return False
         self.turn_began = self.clock()
         try:
-            outputs: list[SequenceOutput] = []
-            settled: list[Hashable] = []
-            for command in commands:
-                self._apply(command, outputs, settled)
-                if self.stopped:
-                    break
-            if not self.stopped and core.has_work():
-                outputs += core.step()
-            self._hand_over(Report(tuple(outputs), core.statistics(), tuple(settled)))
-            return self.stopped or core.has_work()
+            report = self._turn(core, commands)
         finally:
+            # before the report goes out: who has it may look at the clock
             self.turn_began = None
+        self._hand_over(report)
+        return self.stopped or core.has_work()
+
+    def _turn(self, core: EngineCore, commands: list[Command]) -> Report:
+        outputs: list[SequenceOutput] = []
+        settled: list[Hashable] = []
+        for command in commands:
+            self._apply(command, outputs, settled)
+            if self.stopped:
+                break
+        if not self.stopped and core.has_work():
+            outputs += core.step()
+        return Report(tuple(outputs), core.statistics(), tuple(settled))
 
     def _apply(self, command: Command, outputs: list[SequenceOutput], settled: list[Hashable]) -> None:
         match command:
