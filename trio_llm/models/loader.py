@@ -43,7 +43,7 @@ class LoadedModel:
     """In eval mode, on its device, in its dtype; nothing in it wants a gradient."""
     tokenizer: PreTrainedTokenizerBase
     defaults: SamplingParams
-    """What the model's generation_config recommends; None where it says nothing."""
+    """What the model's generation_config, or the catalogue, recommends; None where it says nothing."""
     eos_token_ids: frozenset[int]
     """Tokens after which a choice has ended."""
     max_model_len: int
@@ -81,7 +81,7 @@ def load_model(reference: str, *, settings: EngineSettings | None = None) -> Loa
                 name=_name(reference, source),
                 model=model,
                 tokenizer=tokenizer,
-                defaults=_defaults(model),
+                defaults=CATALOGUE[reference].defaults if reference in CATALOGUE else _defaults(model),
                 eos_token_ids=_end_tokens(model, tokenizer) | end_tokens,
                 max_model_len=_max_model_len(model, tokenizer, settings),
                 load_seconds=time.monotonic() - start,
