@@ -1,0 +1,44 @@
+"""The embedding example of the documentation, run with models that cost nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from trio_llm.core.executor import FakeExecutor
+from trio_llm.engine.engine import Engine, open_engine
+from trio_llm.engine.simulation import FakeModel
+
+
+@pytest.fixture
+def example() -> ModuleType:
+    path = Path(__file__).parents[2] / "docs" / "example_race.py"
+    spec = importlib.util.spec_from_file_location("example_race", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def test_race(example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def open_fake(model: str, *, name: str, **settings: Any) -> AbstractAsyncContextManager[Engine]:
+        text = b"Hello!\n" if model == "terse" else b"." * 200
+        executor = FakeExecutor(next_token=lambda context, index: text[index])
+        # nobody reads from the bore for long enough to see its end
+        window = 256 if model == "terse" else 1
+        return open_engine(
+            FakeModel(eos_token_ids={ord("\n")}), executor=executor, name=name, credit_window=window, **settings
+        )
+
+    monkeypatch.setattr(example, "open_engine", open_fake)
+    await example.main("Hi", ["bore", "terse"])
+    assert capsys.readouterr().out.splitlines() == [
+        "2:terse won: Hello!",
+        "1:bore: 1 abort; 64 of 64 KV blocks free",
+        "2:terse: 1 stop; 64 of 64 KV blocks free",
+    ]
