@@ -37,7 +37,7 @@ def expected(decoder: TokenDecoder, prompt: list[int], output: list[int]) -> str
 
 def pieces(decoder: TokenDecoder, prompt: list[int], output: list[int]) -> list[str]:
     detokenizer = Detokenizer(decoder, prompt)
-    return [*map(detokenizer.push, output), detokenizer.flush()]
+    return [*("".join(detokenizer.push(token)) for token in output), detokenizer.flush()]
 
 
 @given(
@@ -175,3 +175,11 @@ def test_cost_of_a_token_is_bounded() -> None:
         decoder = TokenDecoder(Counting(vocabulary))
         pieces(decoder, [], [number % len(vocabulary) for number in range(2000)])
     assert longest <= 16
+
+
+def test_text_of_a_byte_run_is_not_the_next_tokens() -> None:
+    """So that a stop string in it ends the output at the right token."""
+    tokenizer = trained("llama")
+    detokenizer = Detokenizer(TokenDecoder(tokenizer), [])
+    tokens = tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<0xE2>", "<0x82>", "<0xAC>", "b"])
+    assert [detokenizer.push(token) for token in tokens] == [("", "a")] + [("", "")] * 4 + [("\n€", "b")]

@@ -14,6 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 from trio_llm.core.executor import FakeExecutor
 from trio_llm.core.request import FinishReason
 from trio_llm.core.step import StepPlan
+from trio_llm.engine.detokenizer import TokenDecoder
 from trio_llm.engine.engine import Engine
 from trio_llm.engine.generation import Delta, Generation, Usage
 from trio_llm.engine.simulation import ByteTokenizer, FakeModel, open_simulation
@@ -412,3 +413,15 @@ async def test_observers(autojump_clock: trio.testing.MockClock) -> None:
         statistics = engine.statistics()
     assert log.events == ["first 2", "next 2", "next 2", "length 5 3"]
     assert (statistics.prompt_tokens, statistics.generation_tokens) == (5, 3)
+
+
+async def test_a_newline_made_of_a_byte_token_stops(open_fake: OpenFake) -> None:
+    """Such a token is certain only with the next one, which is not part of the output then."""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TokenDecoder, "_find_byte_ids", lambda *_: frozenset({ord("\n")}))
+        async with open_fake(says("ab\ncd")) as engine:
+            async with engine.generate("hello", stop="\n") as generation:
+                await read(generation)
+    assert generation.text == "ab"
+    assert generation.choices[0].token_ids == list(b"ab\n")

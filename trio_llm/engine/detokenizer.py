@@ -86,20 +86,27 @@ class Detokenizer:
         """Characters of the window's text that were given."""
         self._limit = WINDOW
 
-    def push(self, token_id: int) -> str:
-        """Take the next token; gives the text that is certain now, which may be empty."""
+    def push(self, token_id: int) -> tuple[str, str]:
+        """Take the next token.
+
+        Returns:
+            Text of the tokens before it that only now is certain, and its own text as far
+            as it is certain; either may be empty.
+        """
         if token_id in self._decoder.vanishing_ids:
-            return ""
-        self._window.append(token_id)
+            return "", ""
         if token_id in self._decoder.byte_ids:
-            return ""
+            self._window.append(token_id)
+            return "", ""
+        late = self.flush() if self._window and self._window[-1] in self._decoder.byte_ids else ""
+        self._window.append(token_id)
         text = self._decoder.decode(self._window)
-        # between bytes of a run nothing is certain; behind a run everything is
+        # of SentencePiece's tokens only the byte runs are uncertain
         is_open = text.endswith(REPLACEMENT) and not self._decoder.byte_ids
         piece = self._give(text, len(text) - is_open)
         if len(self._window) >= self._limit:
             self._cut(text)
-        return piece
+        return late, piece
 
     def flush(self) -> str:
         """The text held back, as it stands: no token will follow."""

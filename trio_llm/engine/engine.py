@@ -347,7 +347,8 @@ class Engine:
             try:
                 generation._accept(output)
             except Exception as error:
-                logger.exception("a request failed in delivery", request_id=generation.request_id)
+                # no traceback: it could show the text; the reader gets it as the cause
+                logger.error("delivery failed", request_id=generation.request_id, error=type(error).__name__)
                 failure = RequestFailed(f"the request failed in decoding its text: {type(error).__name__}")
                 failure.__cause__ = error
                 generation._fail(failure)

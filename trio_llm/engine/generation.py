@@ -99,11 +99,16 @@ class _Track:
         reason = None
         num_kept = 0
         for token in output.token_ids:
-            num_kept += 1
-            if output.finish_reason is FinishReason.STOP and num_kept == len(output.token_ids):
-                break  # an end token is counted, but it is no text
-            piece, stopped = self._matcher.push(self._detokenizer.push(token))
+            if output.finish_reason is FinishReason.STOP and num_kept == len(output.token_ids) - 1:
+                num_kept += 1  # an end token is counted, but it is no text
+                break
+            late, own = self._detokenizer.push(token)
+            piece, stopped = self._matcher.push(late)
             pieces.append(piece)
+            if not stopped:
+                num_kept += 1
+                piece, stopped = self._matcher.push(own)
+                pieces.append(piece)
             if stopped:
                 reason = FinishReason.STOP
                 break
@@ -158,6 +163,7 @@ class Generation:
         self._send: trio.MemorySendChannel[Delta] | None = None
         self._receive: trio.MemoryReceiveChannel[Delta] | None = None
         self._admitted_at = 0.0
+        self._has_token = False
         self._full_since: float | None = None
         """When the reader last moved, while some choice's window is full."""
         self._abort_requested = False
@@ -301,7 +307,8 @@ class Generation:
     def _time(self, track: _Track) -> None:
         now = trio.current_time()
         counters = self._engine._counters
-        if all(other.last_output is None for other in self._tracks):
+        if not self._has_token:
+            self._has_token = True
             counters.first_token(now - self._admitted_at, len(self.prompt_token_ids))
         elif track.last_output is not None:
             counters.inter_token(now - track.last_output)

@@ -190,7 +190,7 @@ class Worker:
             return error
         except Exception as error:
             # the executor could not prepare this request's sampling; the others go on
-            logger.exception("could not add a request", request_id=request.id)
+            logger.error("request not taken", request_id=request.id, error=type(error).__name__)
             self.core.finish(request.id)
             failure = RequestFailed(f"the engine could not take the request: {type(error).__name__}")
             failure.__cause__ = error
