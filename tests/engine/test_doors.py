@@ -181,11 +181,11 @@ async def test_abort_before_the_beginning(open_fake: OpenFake, check_free: Check
         await check_free(engine)
 
 
-async def test_abort_while_queued(check_free: CheckFree) -> None:
-    async with open_simulation(max_num_seqs=1, max_num_batched_tokens=8) as engine:
-        async with engine.generate("first") as first, engine.generate("second") as second:
+async def test_abort_while_queued(autojump_clock: trio.testing.MockClock, check_free: CheckFree) -> None:
+    async with open_simulation(max_num_seqs=1, max_num_batched_tokens=8, seconds_per_turn=1) as engine:
+        async with engine.generate([1]) as first, engine.generate([2]) as second:
             await anext(first)
-            assert engine.statistics().core.num_waiting == 1
+            assert (await engine.settled()).num_waiting == 1
             second.abort()
             assert await read(second) == [Delta(0, "", (), FinishReason.ABORT)]
             assert (await engine.settled()).num_waiting == 0

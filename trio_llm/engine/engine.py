@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import attrs
 import structlog
@@ -23,40 +23,14 @@ from trio_llm.core.step import CoreStatistics
 from trio_llm.engine.admission import Prompt, check_prompt
 from trio_llm.engine.detokenizer import TokenDecoder
 from trio_llm.engine.generation import Generation
+from trio_llm.engine.loading import Load, Model, load_core
 from trio_llm.engine.statistics import Counters, Observer, Statistics
-from trio_llm.engine.worker import Add, Command, Report, Settle, Stop, Worker
-from trio_llm.errors import (
-    EngineDead,
-    InvalidRequest,
-    QueueFull,
-    ReaderStalled,
-    RequestFailed,
-    ShuttingDown,
-)
+from trio_llm.engine.worker import Add, Command, Drive, Report, Settle, Stop, Worker, drive_in_thread
+from trio_llm.errors import EngineDead, InvalidRequest, QueueFull, ReaderStalled, RequestFailed, ShuttingDown
 
 logger = structlog.get_logger(__name__)
 
 State = Literal["ready", "draining", "stuck", "dead"]
-
-
-class Model(Protocol):
-    """What an engine must know of a model beside its executor; a LoadedModel is one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def defaults(self) -> SamplingParams: ...
-    @property
-    def eos_token_ids(self) -> Collection[int]: ...
-    @property
-    def max_model_len(self) -> int: ...
-
-
-Load = Callable[[], tuple[Model, EngineCore]]
-Drive = Callable[[Worker, Callable[[Report], None]], Awaitable[None]]
-"""Runs a worker, which delivers its reports to the callable on the Trio thread, until it stops."""
 
 
 @asynccontextmanager
@@ -86,32 +60,8 @@ async def open_engine(
         EngineDead: the engine broke or hung; the block was cancelled.
     """
     settings = attrs.evolve(settings or EngineSettings(), **overrides)
-    async with run_engine(partial(_load, model, executor, settings), settings, name=name) as engine:
+    async with run_engine(partial(load_core, model, executor, settings), settings, name=name) as engine:
         yield engine
-
-
-def _load(model: str | Model, executor: Executor | None, settings: EngineSettings) -> tuple[Model, EngineCore]:
-    """Everything that touches torch; runs in the engine's thread."""
-    if isinstance(model, str):
-        from trio_llm.models.loader import load_model
-
-        model = load_model(model, settings=settings)
-    if executor is not None:
-        return model, EngineCore(executor, settings)
-    from trio_llm.core.build import build_core
-    from trio_llm.models.loader import LoadedModel
-
-    assert isinstance(model, LoadedModel), "a model that is not a LoadedModel comes with its own executor"
-    return model, build_core(model, settings)
-
-
-async def drive_in_thread(worker: Worker, deliver: Callable[[Report], None]) -> None:
-    """Run a worker in a thread of its own."""
-    token = trio.lowlevel.current_trio_token()
-    worker.deliver = lambda report: token.run_sync_soon(deliver, report)
-    await trio.to_thread.run_sync(
-        worker.run, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1), thread_name="trio_llm engine"
-    )
 
 
 @asynccontextmanager
@@ -143,10 +93,13 @@ async def run_engine(
         finally:
             nursery.cancel_scope.shield = True
             engine._close()
-    if engine._death is not None and (failure is None or _is_echo(failure)):
-        raise engine._death
-    if failure is not None:
-        raise failure
+    try:
+        if engine._death is not None and (failure is None or _is_echo(failure)):
+            raise engine._death
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # it would be in its own traceback, a cycle that keeps everything in it alive
 
 
 def _is_echo(error: BaseException) -> bool:

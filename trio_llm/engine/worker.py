@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 
 import attrs
 import structlog
@@ -215,3 +215,16 @@ class Worker:
     def _wait(self) -> None:
         """Block until a command comes; it is applied by the next turn."""
         self._taken.append(self._inbox.get())
+
+
+Drive = Callable[[Worker, Callable[[Report], None]], Awaitable[None]]
+"""Runs a worker, which delivers its reports to the callable on the Trio thread, until it stops."""
+
+
+async def drive_in_thread(worker: Worker, deliver: Callable[[Report], None]) -> None:
+    """Run a worker in a thread of its own."""
+    token = trio.lowlevel.current_trio_token()
+    worker.deliver = lambda report: token.run_sync_soon(deliver, report)
+    await trio.to_thread.run_sync(
+        worker.run, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1), thread_name="trio_llm engine"
+    )
