@@ -337,7 +337,7 @@ class Engine:
     async def _watch(self) -> None:
         """The watchdog: until the worker has ended, look after stuck steps and stalled readers."""
         settings = self.settings
-        period = min(1.0, settings.step_timeout / 4, settings.step_grace / 4, settings.stall_timeout / 4)
+        period = max(0.01, min(1.0, settings.step_timeout / 4, settings.step_grace / 4, settings.stall_timeout / 4))
         with trio.CancelScope(shield=True):
             while not self._over.is_set():
                 with trio.move_on_after(period):
