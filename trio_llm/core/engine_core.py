@@ -108,9 +108,9 @@ class EngineCore:
         else:
             self._failed_steps = 0
         self._num_steps += 1
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._forget_finished(self._requests[output.request_id])
+        # by request, not by output: two choices of one may end in the same step
+        for request_id in {output.request_id for output in outputs if output.finish_reason is not None}:
+            self._forget_finished(self._requests[request_id])
         return outputs
 
     def _execute(self, plan: StepPlan) -> list[SequenceOutput]:
