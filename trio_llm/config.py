@@ -52,7 +52,9 @@ class EngineSettings:
     step_grace: float = 60.0
     """Further seconds after which a stuck engine is given up as dead."""
     trust_remote_code: bool = False
+    """Run Python code that comes with a model."""
     revision: str | None = None
+    """Branch, tag or commit of a model on the hub."""
 
     def __attrs_post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "credit_window"):
@@ -103,6 +105,7 @@ class ServerSettings:
     drain_delay: float = 0.0
     """Seconds between turning unready and refusing requests, so that load balancers can follow."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least important records that are written."""
     log_format: Literal["auto", "console", "json"] = "auto"
     """"auto" is JSON unless stderr is a terminal."""
     num_threads: int | None = None

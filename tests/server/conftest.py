@@ -140,7 +140,11 @@ class Server:
         sock = trio.socket.socket()
         if receive_buffer is not None:
             sock.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_RCVBUF, receive_buffer)
-        await sock.connect(("127.0.0.1", self.port))
+        try:
+            await sock.connect(("127.0.0.1", self.port))
+        except OSError:
+            sock.close()
+            raise
         client = Client(trio.SocketStream(sock))
         self.clients.append(client)
         return client
@@ -209,7 +213,9 @@ async def serving(
                 port = listeners[0].socket.getsockname()[1]
             else:
                 config.bind = ["127.0.0.1:0"]
-                (bind,) = await nursery.start(run, partial(hypercorn.trio.serve, app, config, shutdown_trigger=stop.wait))
+                (bind,) = await nursery.start(
+                    run, partial(hypercorn.trio.serve, app, config, shutdown_trigger=stop.wait)
+                )
                 port = int(bind.rpartition(":")[2])
             server = Server(app, running, executor, port, stop, closed)
             try:
@@ -241,3 +247,9 @@ def gated() -> tuple[FakeExecutor, Gate]:
     """An executor whose steps wait for the test."""
     gate = Gate()
     return FakeExecutor(INFO, on_launch=gate), gate
+
+
+@pytest.fixture
+def make_server() -> type[Server]:
+    """To look at a server that the test itself started."""
+    return Server

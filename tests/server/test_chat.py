@@ -49,8 +49,9 @@ async def test_stream(serving, n):
             }
         for index in range(n):
             mine = [choice for choice in choices[n:] if choice["index"] == index]
-            assert "".join(choice["delta"].get("content", "") for choice in mine) == (
-                whole["choices"][index]["message"]["content"]
+            assert (
+                "".join(choice["delta"].get("content", "") for choice in mine)
+                == (whole["choices"][index]["message"]["content"])
             )
             assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["length"]
             assert mine[-1]["delta"] == {}
@@ -174,7 +175,7 @@ async def test_hot_chunk_is_the_full_chunk(serving):
     from trio_llm.server.openai.completions import TextChunks
     from trio_llm.server.openai.wire import ChunkChoice, ChunkDelta, TextChoice
 
-    identity = Identity(id="chatcmpl-1", model="strange □ \"name\"", created=7)
+    identity = Identity(id="chatcmpl-1", model='strange □ "name"', created=7)
     for with_usage in (True, False):
         chat, text = (kind(identity, None, with_usage=with_usage) for kind in (ChatChunks, TextChunks))
         for piece in ('quote " and \\', "□", "\n\u2028é\U0001f600\x00", "x"):

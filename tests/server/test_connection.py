@@ -12,6 +12,8 @@ from trio_llm.engine.simulation import ByteTokenizer, FakeModel
 CHAT = "/v1/chat/completions"
 LONG = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 900}
 STREAM = {**LONG, "stream": True}
+WEBSOCKET = b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+HTTP2_SETTINGS = b"http2-settings: AAMAAABkAAQAAP__\r\n\r\n"
 
 
 def descriptors():
@@ -33,12 +35,10 @@ class WordyTokenizer(ByteTokenizer):
     "attack",
     [
         # a WebSocket upgrade with a byte too many
-        b"GET /health HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
-        b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\nx",
+        b"GET /health HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n" + WEBSOCKET + b"\r\nx",
         # cleartext HTTP/2, by prior knowledge and by upgrade
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00",
-        b"GET /health HTTP/1.1\r\nhost: x\r\nupgrade: h2c\r\nconnection: upgrade, http2-settings\r\n"
-        b"http2-settings: AAMAAABkAAQAAP__\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: x\r\nupgrade: h2c\r\nconnection: upgrade, http2-settings\r\n" + HTTP2_SETTINGS,
         # a body whose chunks are broken, while the request is being handled
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabc",

@@ -48,7 +48,9 @@ async def test_disconnect(serving, launch, gated, stage, stream):
             gate.open()
             assert (await neighbour.receive()).status == 200
             # the one that left was never computed
-            assert all(row.sequence_id == executor.plans[0].rows[0].sequence_id for p in executor.plans for row in p.rows)
+            assert all(
+                row.sequence_id == executor.plans[0].rows[0].sequence_id for p in executor.plans for row in p.rows
+            )
         else:
             core = await server.engine.settled()
             assert core.num_free_blocks == core.num_blocks

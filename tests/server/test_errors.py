@@ -142,7 +142,9 @@ async def test_too_large_chunked_body_gets_its_answer(serving):
     """The answer is read although the server does not take the rest of the body."""
     async with serving(max_request_bytes=100_000) as server:
         client = await server.connect()
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
         await client.stream.send_all(head.encode())
         chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
         with trio.CancelScope() as sending:

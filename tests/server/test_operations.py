@@ -112,7 +112,9 @@ async def test_metrics(serving, gated):
 
 async def test_access_line(serving, capsys):
     async with serving() as server:
-        await server.ask("POST", CHAT, {**HI, "messages": [{"role": "user", "content": "a secret"}]}, x_request_id="mine")
+        await server.ask(
+            "POST", CHAT, {**HI, "messages": [{"role": "user", "content": "a secret"}]}, x_request_id="mine"
+        )
         await server.until(lambda: not server.app.exchanges)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if CHAT in line]
     for fact in ("status=200", "completion_tokens=5", "finish_reason=length", "ttft=", "client_request_id=mine"):

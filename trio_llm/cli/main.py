@@ -21,6 +21,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_ENGINE_DIED = 3
 
+
 def _version() -> str:
     from importlib.metadata import version
 

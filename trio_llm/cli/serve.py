@@ -15,17 +15,18 @@ from trio_llm.config import ServerSettings
 from trio_llm.errors import EngineDead, TrioLLMError
 from trio_llm.server import logs
 from trio_llm.server.http import App
-from trio_llm.server.lifecycle import root_error
+from trio_llm.server.lifecycle import OpenEngine, root_error
 from trio_llm.server.serve import serve
 
 HEARTBEAT = 5.0
 """Seconds between proofs that the interpreter still runs."""
 
 
-def run(settings: ServerSettings, *, complain: Callable[[str], None]) -> int:
+def run(settings: ServerSettings, *, complain: Callable[[str], None], open_engine: OpenEngine | None = None) -> int:
     """Serve in this process until it is told to stop.
 
     Args:
+        open_engine: opens the engine, in place of one for `settings.model`.
         complain: tells people in one line why it failed.
 
     Returns:
@@ -33,9 +34,10 @@ def run(settings: ServerSettings, *, complain: Callable[[str], None]) -> int:
     """
     logs.configure(settings)
     try:
-        _fetch(settings.model)
+        if open_engine is None:
+            _fetch(settings.model)
         _set_process(settings)
-        trio.run(_main, settings)
+        trio.run(_main, settings, open_engine)
     except BaseException as error:
         return _exit_code(root_error(error), complain)
     complain("drained, good bye")
@@ -78,10 +80,10 @@ def _set_process(settings: ServerSettings) -> None:
         torch.set_num_threads(settings.num_threads)
 
 
-async def _main(settings: ServerSettings) -> None:
+async def _main(settings: ServerSettings, open_engine: OpenEngine | None) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_beat, settings.engine.step_timeout + settings.engine.step_grace)
-        await serve(settings, on_ready=_announce)
+        await serve(settings, open_engine=open_engine, on_ready=_announce)
         nursery.cancel_scope.cancel(reason="served to the end")
 
 

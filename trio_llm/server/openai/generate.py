@@ -11,8 +11,8 @@ from quart import Response
 
 from trio_llm.config import ServerSettings
 from trio_llm.core.sampling_params import SamplingParams
-from trio_llm.engine.engine import Engine
 from trio_llm.engine.admission import Prompt
+from trio_llm.engine.engine import Engine
 from trio_llm.engine.generation import Generation
 from trio_llm.errors import TrioLLMError
 from trio_llm.server.exchange import Exchange
