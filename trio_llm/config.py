@@ -39,6 +39,8 @@ class EngineSettings:
     """Token budget of one step."""
     block_size: int | None = None
     """Tokens in a KV block; None lets the attention backend choose."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV blocks of prompts that begin alike."""
     kv_cache_memory: int | None = None
     """Bytes of KV memory; None is min(half of what the process may use, what can be needed)."""
     max_num_queued_reqs: int = 1024

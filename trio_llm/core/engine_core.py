@@ -36,6 +36,7 @@ class EngineCore:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             credit_window=settings.credit_window,
+            prefix_caching=settings.enable_prefix_caching,
         )
         self._requests: dict[str, Request] = {}
         self._failed_steps = 0
@@ -155,6 +156,8 @@ class EngineCore:
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free_blocks,
             num_preemptions=self.scheduler.num_preemptions,
+            num_cache_queries=self.scheduler.num_cache_queries,
+            num_cache_hits=self.scheduler.num_cache_hits,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
         )

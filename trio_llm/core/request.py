@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 
 import attrs
 
+from trio_llm.core.block_pool import BlockHash
 from trio_llm.core.sampling_params import SamplingParams
 
 
@@ -26,6 +27,8 @@ class FinishReason(enum.StrEnum):
 class Status(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
+    FOLLOWING = "following"
+    """Waits until the first choice of its request has computed the prompt for all."""
     PARKED = "parked"
     """Preempted while its reader lags; waits for the reader before it may wait for blocks."""
     FINISHED = "finished"
@@ -47,8 +50,14 @@ class Sequence:
     """Prompt and output."""
     num_computed_tokens: int = 0
     block_table: list[int] = attrs.field(factory=list)
+    block_hashes: list[BlockHash] = attrs.field(factory=list)
+    """Of its leading full blocks, as far as anyone has asked."""
+    num_hashed_blocks: int = 0
+    """Leading entries of the block table that can be found by content, or need not be."""
     num_blocks_sent: int = 0
     """Leading entries of the block table that the executor has confirmed."""
+    fork_of: Sequence | None = None
+    """The choice that computed the prompt, if it may be forked from."""
     draft_token_ids: list[int] = attrs.field(factory=list)
     num_acknowledged: int = 0
     """Output tokens that the reader has taken."""
@@ -89,6 +98,12 @@ class Request:
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
+    cache_salt: str = ""
+    """Only requests with the same salt share blocks."""
     arrival: int = 0
-    """Set by the scheduler."""
+    """This and what follows is the scheduler's."""
     sequences: list[Sequence] = attrs.field(factory=list)
+    leader: Sequence | None = None
+    """Computes the prompt for all choices; None once that is done."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that were found in the cache when the request was first admitted."""

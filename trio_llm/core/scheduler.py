@@ -8,6 +8,11 @@ admitted first and, read backwards, who is preempted first, so the first of all 
 finish and there is no deadlock.  In a step, sequences with one token to go come before
 those with a prompt to go: a long prompt cannot starve who is decoding, and since the
 budget is above the number of sequences, who is decoding cannot starve a prompt.
+
+Blocks are shared in two ways.  A full block can be found by its content when a sequence is
+admitted (prefix caching).  And the choices of one request share its prompt: the first
+computes it, the others fork from it, copying the last block if the prompt ends inside it.
+Nobody writes into a block that is shared or can be found.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import heapq
 import itertools
 from collections.abc import Iterable
 
-from trio_llm.core.block_pool import BlockPool
+from trio_llm.core.block_pool import BlockHash, BlockPool, block_hash, root_hash
 from trio_llm.core.request import FinishReason, Request, Sequence, Status
 from trio_llm.core.step import Row, SequenceOutput, StepPlan, StepResult
 
@@ -33,6 +38,7 @@ class Scheduler:
         max_num_batched_tokens: token budget of a step, above max_num_seqs.
         max_model_len: tokens of a sequence, prompt and output.
         credit_window: output tokens a sequence may be ahead of its reader.
+        prefix_caching: let full blocks be found by their content.
     """
 
     def __init__(
@@ -43,13 +49,17 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         credit_window: int,
+        prefix_caching: bool = True,
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.credit_window = credit_window
+        self.prefix_caching = prefix_caching
         self.num_preemptions = 0
+        self.num_cache_queries = 0
+        self.num_cache_hits = 0
         self._sequences: dict[int, Sequence] = {}
         self._running: list[Sequence] = []
         """Sorted by order."""
@@ -76,7 +86,8 @@ class Scheduler:
             sequence = Sequence(next(self._ids), request, index, list(request.prompt_token_ids))
             request.sequences.append(sequence)
             self._sequences[sequence.id] = sequence
-            self._wait(sequence)
+            sequence.status = Status.FOLLOWING
+        self._lead(request)
         return request.sequences
 
     def sequence(self, sequence_id: int) -> Sequence:
@@ -96,6 +107,8 @@ class Scheduler:
         sequence.status = Status.FINISHED
         self._release_blocks(sequence)
         del self._sequences[sequence.id]
+        if sequence.request.leader is sequence:
+            self._lead(sequence.request)
 
     def acknowledge(self, sequence: Sequence, num_tokens: int) -> None:
         """The reader took `num_tokens` more output tokens."""
@@ -139,12 +152,12 @@ class Scheduler:
         may_admit = self.num_preemptions == num_preemptions
         while may_admit and budget > 0 and len(rows) < self.max_num_seqs:
             newcomer = self._first_waiting()
-            if newcomer is None or not self._make_room(newcomer):
+            if newcomer is None:
                 break
-            heapq.heappop(self._waiting)
-            newcomer.status = Status.RUNNING
-            bisect.insort(self._running, newcomer, key=lambda other: other.order)
-            row = self._reserve(newcomer, budget)
+            copies = self._admit(newcomer)
+            if copies is None:
+                break
+            row = self._reserve(newcomer, budget, copies)
             assert row is not None, "room was made for it"
             rows[newcomer.id] = row
             budget -= len(row.token_ids)
@@ -162,16 +175,28 @@ class Scheduler:
             sequence.draft_token_ids = []
             sequence.num_computed_tokens = row.start + len(row.token_ids) - row.num_drafts
             if not row.sample:
+                self._register(sequence)
                 continue
             # each accepted draft has its keys and values in the cache already
             sequence.num_computed_tokens += len(sampled) - 1
+            self._follow(sequence)
             was_paused = self._is_paused(sequence)
             tokens, reason = self._until_end(sequence, sampled)
             sequence.token_ids += tokens
             self._num_paused += self._is_paused(sequence) - was_paused
+            self._register(sequence)
             if reason is not None:
                 self.finish(sequence)
-            outputs.append(SequenceOutput(sequence.request.id, sequence.index, tuple(tokens), reason))
+            request = sequence.request
+            outputs.append(
+                SequenceOutput(
+                    request.id,
+                    sequence.index,
+                    tuple(tokens),
+                    reason,
+                    num_cached_tokens=request.num_cached_tokens or 0,
+                )
+            )
         return outputs
 
     def _until_end(self, sequence: Sequence, sampled: Iterable[int]) -> tuple[list[int], FinishReason | None]:
@@ -186,7 +211,7 @@ class Scheduler:
                 return tokens, FinishReason.LENGTH
         return tokens, None
 
-    def _reserve(self, sequence: Sequence, budget: int) -> Row | None:
+    def _reserve(self, sequence: Sequence, budget: int, block_copies: tuple[tuple[int, int], ...] = ()) -> Row | None:
         """A row of at most `budget` tokens with its blocks allocated, or None if there are none."""
         start, end = sequence.num_computed_tokens, sequence.num_tokens
         pending = sequence.token_ids[start : min(end, start + budget)]
@@ -206,6 +231,7 @@ class Scheduler:
             new_blocks=tuple(sequence.block_table[sequence.num_blocks_sent :]),
             num_drafts=len(drafts),
             sample=sample,
+            block_copies=block_copies,
             output_index=sequence.num_output_tokens,
         )
 
@@ -219,14 +245,97 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return self._waiting[0][-1] if self._waiting else None
 
-    def _make_room(self, newcomer: Sequence) -> bool:
-        """Whether all its tokens find room at once (with less, admission and preemption would
-        chase each other).  Who is paused gives way to it."""
-        while self.pool.blocks_for(newcomer.num_tokens) > self.pool.num_free_blocks:
+    def _admit(self, newcomer: Sequence) -> tuple[tuple[int, int], ...] | None:
+        """Let the first of the waiting run, with all blocks that it can share.
+
+        All its tokens must find room at once (with less, admission and preemption would chase
+        each other); who is paused gives way to it.
+
+        Returns:
+            Blocks to copy before its first step, or None if there is no room.
+        """
+        shared, source = self._shareable(newcomer)
+        self.pool.hold(shared)
+        while self.pool.blocks_for(newcomer.num_tokens) - len(shared) > self.pool.num_free_blocks:
             if not self._num_paused:
-                return False
-            self._preempt(self._victim())
-        return True
+                self.pool.free(shared)
+                return None
+            victim = self._victim()
+            if victim is newcomer.fork_of:
+                source = None  # the partial block goes with it; the full ones are held
+            self._preempt(victim)
+        heapq.heappop(self._waiting)
+        newcomer.status = Status.RUNNING
+        newcomer.block_table = shared
+        newcomer.num_hashed_blocks = len(shared)
+        newcomer.num_computed_tokens = len(shared) * self.pool.block_size
+        self._count_hits(newcomer)
+        bisect.insort(self._running, newcomer, key=lambda other: other.order)
+        newcomer.fork_of = None
+        if source is None:
+            return ()
+        blocks = self.pool.allocate(1)
+        assert blocks is not None, "there was room for more"
+        newcomer.block_table = shared + blocks
+        newcomer.num_computed_tokens = newcomer.num_tokens - 1
+        return ((source, blocks[0]),)
+
+    def _shareable(self, newcomer: Sequence) -> tuple[list[int], int | None]:
+        """Full blocks that the newcomer can share, and a partial one that it can copy.
+
+        The last token is always left to compute: its logits are wanted.
+        """
+        num_full, rest = divmod(newcomer.num_tokens - 1, self.pool.block_size)
+        leader = newcomer.fork_of
+        # the leader may have been preempted meanwhile, and be on its way again
+        if leader is not None and leader.num_computed_tokens >= newcomer.num_tokens - 1:
+            return leader.block_table[:num_full], leader.block_table[num_full] if rest else None
+        if not self.prefix_caching:
+            return [], None
+        return self.pool.lookup(self._hashes(newcomer, num_full)), None
+
+    def _count_hits(self, newcomer: Sequence) -> None:
+        if newcomer.request.num_cached_tokens is None:
+            newcomer.request.num_cached_tokens = newcomer.num_computed_tokens
+            self.num_cache_queries += newcomer.num_tokens
+            self.num_cache_hits += newcomer.num_computed_tokens
+
+    def _hashes(self, sequence: Sequence, count: int) -> list[BlockHash]:
+        """Hashes of the first `count` blocks, each made once."""
+        hashes, size = sequence.block_hashes, self.pool.block_size
+        while len(hashes) < count:
+            start = len(hashes) * size
+            parent = hashes[-1] if hashes else root_hash(sequence.request.cache_salt)
+            hashes.append(block_hash(parent, sequence.token_ids[start : start + size]))
+        return hashes[:count]
+
+    def _register(self, sequence: Sequence) -> None:
+        """Let the blocks that have become full be found by their content."""
+        if not self.prefix_caching:
+            return
+        num_full = sequence.num_computed_tokens // self.pool.block_size
+        if num_full > sequence.num_hashed_blocks:
+            hashes = self._hashes(sequence, num_full)
+            for position in range(sequence.num_hashed_blocks, num_full):
+                self.pool.register(sequence.block_table[position], hashes[position])
+            sequence.num_hashed_blocks = num_full
+
+    def _lead(self, request: Request) -> None:
+        """Have the first choice that is left compute the prompt for those that follow."""
+        following = [sequence for sequence in request.sequences if sequence.status is Status.FOLLOWING]
+        request.leader = following[0] if following else None
+        if request.leader is not None:
+            self._wait(request.leader)
+
+    def _follow(self, leader: Sequence) -> None:
+        """The prompt is computed: the other choices may fork."""
+        request = leader.request
+        if request.leader is leader:
+            request.leader = None
+            for sequence in request.sequences:
+                if sequence.status is Status.FOLLOWING:
+                    sequence.fork_of = leader
+                    self._wait(sequence)
 
     def _is_paused(self, sequence: Sequence) -> bool:
         return sequence.num_output_tokens - sequence.num_acknowledged >= self.credit_window
@@ -257,6 +366,7 @@ class Scheduler:
         self.pool.free(sequence.block_table)
         sequence.block_table = []
         sequence.num_blocks_sent = 0
+        sequence.num_hashed_blocks = 0
         sequence.num_computed_tokens = 0
         sequence.draft_token_ids = []
 
@@ -268,7 +378,7 @@ class Scheduler:
         """Assert the invariants of queues, counters and blocks."""
         running = {sequence.id for sequence in self._running}
         waiting = [sequence.id for *_, sequence in self._waiting if sequence.status is not Status.FINISHED]
-        parked = {sequence.id for sequence in self._sequences.values() if sequence.status is Status.PARKED}
+        parked = {s.id for s in self._sequences.values() if s.status in {Status.PARKED, Status.FOLLOWING}}
         assert len(running) == len(self._running), "a sequence runs twice"
         assert sorted([*running, *waiting, *parked]) == sorted(self._sequences), "a sequence is in no queue, or in two"
         assert self._running == sorted(self._running, key=lambda sequence: sequence.order)
@@ -279,6 +389,12 @@ class Scheduler:
             assert sequence.num_blocks_sent <= len(sequence.block_table)
             held = len(sequence.block_table) * self.pool.block_size
             assert sequence.num_computed_tokens <= held
-            if sequence.status is not Status.RUNNING:
+            if sequence.status is Status.FOLLOWING:
+                assert sequence.request.leader is not None, "a choice follows nobody"
+            if sequence.status is Status.RUNNING:
+                # what will be written must belong to it alone
+                first = sequence.num_computed_tokens // self.pool.block_size
+                assert all(map(self.pool.is_writable, sequence.block_table[first:]))
+            else:
                 assert not sequence.block_table and sequence.num_computed_tokens == 0
         self.pool.check(sequence.block_table for sequence in self._sequences.values())

@@ -28,6 +28,8 @@ class Row:
     """How many of token_ids are drafts, to be verified."""
     sample: bool
     """Whether the row reaches the end of the sequence, so that tokens are wanted."""
+    block_copies: tuple[tuple[int, int], ...]
+    """Blocks to copy (source, destination) before anything is written."""
     output_index: int
     """Index, among the sequence's outputs, of the first token it samples: with seed
     and choice it keys the noise."""
@@ -62,6 +64,8 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     """Set once, on the sequence's last output."""
     error: TrioLLMError | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens of the request that were not computed but found."""
 
 
 @attrs.frozen
@@ -73,6 +77,10 @@ class CoreStatistics:
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_preemptions: int = 0
+    num_cache_queries: int = 0
+    """Tokens that were looked for in the prefix cache."""
+    num_cache_hits: int = 0
+    """Of these, tokens found."""
     num_steps: int = 0
     num_computed_tokens: int = 0
     """Tokens that went through the model."""

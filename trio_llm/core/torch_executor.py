@@ -68,6 +68,7 @@ class TorchExecutor:
             if row.sample:
                 wanted += range(offset - 1 - row.num_drafts, offset)
         with self._turn():
+            self._model.backend.copy_blocks([pair for row in plan.rows for pair in row.block_copies])
             # where no logits are wanted, one row of them is still made: the model knows no none
             return plan, self._model.forward(inputs, wanted or [offset - 1])
 
