@@ -113,7 +113,8 @@ async def test_interrupted_at_every_step(path, stream, how):
             if ended:
                 break
         assert ended and n > 10
-        assert statuses == {None, 200}
+        # the news of a disconnect may take longer than a short answer
+        assert statuses == {None, 200} or (how == "disconnected" and statuses == {200})
 
 
 async def test_a_write_that_feels_no_cancellation():
