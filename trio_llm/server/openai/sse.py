@@ -68,6 +68,7 @@ class EventStream(ResponseBody):
             return await self._next()
         except TrioLLMError as error:
             self._done = True
+            self._exchange.error = error
             return b"data: " + body_of(error) + b"\n\n" + DONE
 
     async def _next(self) -> bytes:
