@@ -59,9 +59,17 @@ class EngineSettings:
     """Branch, tag or commit of a model on the hub."""
 
     def __attrs_post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "credit_window"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be at least 1", field=name)
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "kv_cache_memory",
+            "credit_window",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name} must be at least 1, got {value}", field=name)
         if self.max_num_batched_tokens <= self.max_num_seqs:
             # every decoding sequence takes one token a step; what is left lets prompts in
             raise ConfigurationError(

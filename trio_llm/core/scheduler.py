@@ -22,6 +22,8 @@ import heapq
 import itertools
 from collections.abc import Iterable
 
+import attrs
+
 from trio_llm.core.block_pool import BlockHash, BlockPool, block_hash, root_hash
 from trio_llm.core.request import FinishReason, Request, Sequence, Status
 from trio_llm.core.step import Row, SequenceOutput, StepPlan, StepResult
@@ -131,8 +133,9 @@ class Scheduler:
         num_preemptions = self.num_preemptions
 
         ready = [sequence for sequence in self._running if not self._is_paused(sequence)]
-        ready.sort(key=lambda sequence: sequence.num_tokens - sequence.num_computed_tokens > 1)
-        for sequence in ready:
+        prefilling = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens > 1]
+        decoding = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens == 1]
+        for sequence in decoding[: self.max_num_seqs - bool(prefilling)] + prefilling:
             if budget == 0 or len(rows) == self.max_num_seqs:
                 break
             while sequence.status is Status.RUNNING:
@@ -141,9 +144,6 @@ class Scheduler:
                     rows[sequence.id] = row
                     budget -= len(row.token_ids)
                     break
-                if sequence.draft_token_ids:
-                    sequence.draft_token_ids = []  # drafts are dropped before anyone is preempted
-                    continue
                 victim = self._victim()
                 lost = rows.pop(victim.id, None)
                 budget += len(lost.token_ids) if lost else 0
@@ -161,13 +161,36 @@ class Scheduler:
             assert row is not None, "room was made for it"
             rows[newcomer.id] = row
             budget -= len(row.token_ids)
+        for row in list(rows.values()):
+            rows[row.sequence_id] = drafted = self._with_drafts(row, budget)
+            budget -= drafted.num_drafts
         return StepPlan(tuple(rows.values()))
+
+    def _with_drafts(self, row: Row, budget: int) -> Row:
+        """Drafts come last of all: they take what nobody else wanted of budget and blocks."""
+        sequence = self._sequences[row.sequence_id]
+        if not row.sample or not sequence.draft_token_ids:
+            return row
+        drafts = sequence.draft_token_ids[: self._draft_room(sequence, budget)]
+        missing = self.pool.blocks_for(sequence.num_tokens + len(drafts)) - len(sequence.block_table)
+        if missing > 0:
+            sequence.block_table += self.pool.allocate(min(missing, self.pool.num_free_blocks)) or []
+            drafts = drafts[: len(sequence.block_table) * self.pool.block_size - sequence.num_tokens]
+        return attrs.evolve(
+            row,
+            token_ids=(*row.token_ids, *drafts),
+            num_drafts=len(drafts),
+            new_blocks=tuple(sequence.block_table[sequence.num_blocks_sent :]),
+        )
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Commit a step that was executed; gives what is new for each sequence that sampled.
 
         A sequence that came to its natural end is finished here.
         """
+        assert [bool(tokens) for tokens in result.token_ids] == [row.sample for row in plan.rows], (
+            "not the plan's result"
+        )
         outputs = []
         for row, sampled in zip(plan.rows, result.token_ids, strict=True):
             sequence = self._sequences[row.sequence_id]
@@ -216,8 +239,7 @@ class Scheduler:
         start, end = sequence.num_computed_tokens, sequence.num_tokens
         pending = sequence.token_ids[start : min(end, start + budget)]
         sample = start + len(pending) == end
-        drafts = sequence.draft_token_ids[: self._draft_room(sequence, budget - len(pending))] if sample else []
-        missing = self.pool.blocks_for(start + len(pending) + len(drafts)) - len(sequence.block_table)
+        missing = self.pool.blocks_for(start + len(pending)) - len(sequence.block_table)
         if missing > 0:
             blocks = self.pool.allocate(missing)
             if blocks is None:
@@ -225,11 +247,11 @@ class Scheduler:
             sequence.block_table += blocks
         return Row(
             sequence_id=sequence.id,
-            token_ids=(*pending, *drafts),
+            token_ids=tuple(pending),
             start=start,
             num_prior_blocks=sequence.num_blocks_sent,
             new_blocks=tuple(sequence.block_table[sequence.num_blocks_sent :]),
-            num_drafts=len(drafts),
+            num_drafts=0,
             sample=sample,
             block_copies=block_copies,
             output_index=sequence.num_output_tokens,
@@ -256,10 +278,12 @@ class Scheduler:
         """
         shared, source = self._shareable(newcomer)
         self.pool.hold(shared)
-        while self.pool.blocks_for(newcomer.num_tokens) - len(shared) > self.pool.num_free_blocks:
-            if not self._num_paused:
-                self.pool.free(shared)
-                return None
+        needed = self.pool.blocks_for(newcomer.num_tokens) - len(shared)
+        paused = [sequence.block_table for sequence in self._running if self._is_paused(sequence)]
+        if needed > self.pool.num_free_blocks + self.pool.num_freed_by(paused):
+            self.pool.free(shared)
+            return None
+        while needed > self.pool.num_free_blocks:
             victim = self._victim()
             if victim is newcomer.fork_of:
                 source = None  # the partial block goes with it; the full ones are held
