@@ -9,7 +9,7 @@ from trio_llm.core.block_pool import BlockPool
 from trio_llm.core.executor import Executor
 from trio_llm.core.request import FinishReason, Request, Sequence
 from trio_llm.core.scheduler import Scheduler
-from trio_llm.core.step import CoreStatistics, SequenceOutput, StepPlan
+from trio_llm.core.step import CoreStatistics, SamplingTask, SequenceOutput, StepPlan
 from trio_llm.errors import ContextLengthExceeded, RequestFailed
 
 logger = structlog.get_logger(__name__)
@@ -63,8 +63,12 @@ class EngineCore:
             )
         assert request.id not in self._requests, "the engine gives every request its own id"
         self._requests[request.id] = request
+        prompt_token_ids = tuple(request.prompt_token_ids)
         for sequence in self.scheduler.add(request):
-            self.executor.admit(sequence.id, request.params, sequence.index)
+            task = SamplingTask(
+                request.params, sequence.index, prompt_token_ids, request.eos_token_ids, request.bad_words
+            )
+            self.executor.admit(sequence.id, task)
 
     def finish(self, request_id: str, index: int | None = None) -> None:
         """End one choice of a request, or all of them; idempotent, and gives no output."""

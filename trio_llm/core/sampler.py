@@ -161,7 +161,7 @@ def _nucleus(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def _typicality(weights: Tensor) -> Tensor:
     """How near each candidate's surprise is to the expected one: 0 at best, -inf for what is no candidate."""
     probabilities = weights / weights.sum(-1, keepdim=True)
-    entropy = torch.special.entr(probabilities).sum(-1, keepdim=True)
+    entropy: Tensor = torch.special.entr(probabilities).sum(-1, keepdim=True)
     return (probabilities.log() + entropy).abs_().neg_()
 
 

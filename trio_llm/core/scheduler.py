@@ -197,6 +197,9 @@ class Scheduler:
             sequence.num_blocks_sent = row.num_prior_blocks + len(row.new_blocks)
             sequence.draft_token_ids = []
             sequence.num_computed_tokens = row.start + len(row.token_ids) - row.num_drafts
+            if row.score:
+                # after a preemption it starts again
+                sequence.request.prompt_logprobs[row.start :] = result.prompt_logprobs[sequence.id]
             if not row.sample:
                 self._register(sequence)
                 continue
@@ -218,6 +221,8 @@ class Scheduler:
                     tuple(tokens),
                     reason,
                     num_cached_tokens=request.num_cached_tokens or 0,
+                    logprobs=result.logprobs.get(sequence.id, ())[: len(tokens)],
+                    prompt_logprobs=tuple(request.prompt_logprobs) if row.score else None,
                 )
             )
         return outputs
@@ -228,7 +233,8 @@ class Scheduler:
         tokens: list[int] = []
         for token in sampled:
             tokens.append(token)
-            if token in request.eos_token_ids or token in request.params.stop_token_ids:
+            may_end = sequence.num_output_tokens + len(tokens) > request.params.min_tokens
+            if may_end and (token in request.eos_token_ids or token in request.params.stop_token_ids):
                 return tokens, FinishReason.STOP
             if sequence.num_output_tokens + len(tokens) >= room:
                 return tokens, FinishReason.LENGTH
@@ -255,7 +261,13 @@ class Scheduler:
             sample=sample,
             block_copies=block_copies,
             output_index=sequence.num_output_tokens,
+            score=self._scores(sequence),
         )
+
+    def _scores(self, sequence: Sequence) -> bool:
+        """Whether it computes the prompt for a request that wants to know its log-probabilities."""
+        request = sequence.request
+        return request.params.prompt_logprobs is not None and request.leader is sequence
 
     def _draft_room(self, sequence: Sequence, budget: int) -> int:
         """Drafts a row may carry: within budget, credit and context, one token being sure to come."""
@@ -314,8 +326,8 @@ class Scheduler:
         # the leader may have been preempted meanwhile, and be on its way again
         if leader is not None and leader.num_computed_tokens >= newcomer.num_tokens - 1:
             return leader.block_table[:num_full], leader.block_table[num_full] if rest else None
-        if not self.prefix_caching:
-            return [], None
+        if not self.prefix_caching or self._scores(newcomer):
+            return [], None  # what is found is not computed, and has no logits
         return self.pool.lookup(self._hashes(newcomer, num_full)), None
 
     def _count_hits(self, newcomer: Sequence) -> None:
