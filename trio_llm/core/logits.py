@@ -137,8 +137,9 @@ class Edits:
         repetition, presence, frequency = factors.repeat_interleave(lengths, dim=0).unbind(-1)
         counts = self.counted.value(device)
         # a factor near 0 must not make an infinity of a logit that was none
+        repetition = repetition.clamp(min=1e-30)
         highest = torch.where(values.isfinite(), torch.finfo(torch.float32).max, values)
-        values = torch.where(values < 0, values * repetition, values / repetition.clamp(min=1e-30)).minimum(highest)
+        values = torch.where(values < 0, values * repetition, values / repetition).minimum(highest)
         return values - frequency * counts - presence * (counts > 0)
 
 
