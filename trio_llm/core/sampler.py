@@ -139,21 +139,24 @@ def _ahead(order: Tensor, winners: Tensor, splits_ties: Tensor) -> Tensor:
     Where `splits_ties` is 1, one of two equals comes before the other.
     """
     own = order.gather(-1, winners)
-    positions = torch.arange(order.shape[-1], dtype=torch.int64, device=order.device)
+    ahead = _mask(torch.gt, order, own)
     ties = _mask(torch.eq, order, own)
-    ties *= positions < winners
-    ties *= splits_ties
-    return _mask(torch.gt, order, own).add_(ties)
+    if bool((ties.sum(-1) > 1).any()):
+        positions = torch.arange(order.shape[-1], dtype=torch.int64, device=order.device)
+        ahead += ties.mul_(positions < winners).mul_(splits_ties)
+    return ahead
 
 
 def _nucleus(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The weights, 0 where top_p or min_p leaves a candidate out: its border is found by bisection."""
-    limit = _column(weights, [1.0 if p.top_p is None else p.top_p for p in params]) * weights.sum(-1, keepdim=True)
-    low, high = torch.zeros_like(limit), torch.ones_like(limit)
-    for _ in range(32):
-        middle = (low + high) / 2
-        enough = (weights * _mask(torch.ge, weights, middle)).sum(-1, keepdim=True) >= limit
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    low = torch.zeros_like(weights[:, :1])
+    if any(p.top_p is not None and p.top_p < 1 for p in params):
+        limit = _column(weights, [1.0 if p.top_p is None else p.top_p for p in params]) * weights.sum(-1, keepdim=True)
+        high = torch.ones_like(low)
+        for _ in range(32):
+            middle = (low + high) / 2
+            enough = (weights * _mask(torch.ge, weights, middle)).sum(-1, keepdim=True) >= limit
+            low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     border = torch.maximum(low, _column(weights, [p.min_p or 0.0 for p in params]))
     return weights * _mask(torch.ge, weights, border)
 
