@@ -69,14 +69,18 @@ class EngineSettings:
 
     def __attrs_post_init__(self) -> None:
         for name in (
+            "max_model_len",
             "max_num_seqs",
             "max_num_batched_tokens",
+            "block_size",
+            "kv_cache_memory",
             "credit_window",
             "num_speculative_tokens",
             "prompt_lookup_min",
         ):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be at least 1", field=name)
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name} must be at least 1, got {value}", field=name)
         if self.prompt_lookup_max < self.prompt_lookup_min:
             raise ConfigurationError(
                 f"prompt_lookup_max ({self.prompt_lookup_max}) must not be below prompt_lookup_min "

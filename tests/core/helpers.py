@@ -113,6 +113,4 @@ def run(
 def is_idle(core: EngineCore) -> bool:
     """Nothing runs or waits and every block is free."""
     statistics = core.statistics()
-    return (
-        statistics.num_running == statistics.num_waiting == 0 and statistics.num_free_blocks == statistics.num_blocks
-    )
+    return statistics.num_running == statistics.num_waiting == 0 and statistics.num_free_blocks == statistics.num_blocks

@@ -96,9 +96,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free_blocks == len(self.free_ids())
         assert self.pool.num_blocks == NUM_BLOCKS
         for block_id in range(NUM_BLOCKS):
-            assert self.pool.is_writable(block_id) == (
-                self.references(block_id) == 1 and block_id not in self.hashes
-            )
+            assert self.pool.is_writable(block_id) == (self.references(block_id) == 1 and block_id not in self.hashes)
         for content in CONTENTS:
             owner = self.owner(content)
             assert self.pool.lookup([content]) == ([] if owner is None else [owner])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from trio_llm.config import resolve
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.core.step import StepPlan
 from trio_llm.engine.engine import Engine, open_engine
 from trio_llm.engine.simulation import FakeModel
+from trio_llm.errors import ModelLoadError
 from trio_llm.server.app import create_app
 from trio_llm.server.http import App
 
@@ -36,6 +38,19 @@ def create() -> App:
     """For `hypercorn -k trio 'fake_app:create()'`."""
     app = create_app()
     app.open_engine = fake_engine
+    return app
+
+
+def create_without_model() -> App:
+    """An application whose model cannot be loaded."""
+
+    @asynccontextmanager
+    async def no_engine() -> AsyncIterator[Engine]:
+        raise ModelLoadError("there is no such model")
+        yield
+
+    app = create_app()
+    app.open_engine = no_engine
     return app
 
 

@@ -113,7 +113,8 @@ async def test_interrupted_at_every_step(path, stream, how):
             if ended:
                 break
         assert ended and n > 10
-        assert statuses == {None, 200}
+        # the news of a disconnect may take longer than a short answer
+        assert statuses == {None, 200} or (how == "disconnected" and statuses == {200})
 
 
 async def test_a_write_that_feels_no_cancellation():
@@ -134,13 +135,15 @@ async def test_a_write_that_feels_no_cancellation():
             nursery.start_soon(app, http_scope(path), receive.receive, send)
             await to_app.send({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
             await stuck.wait()
-            await engine.settled()
-            assert engine.statistics().core.num_running == 1
-            await to_app.send({"type": "http.disconnect"})
-            await trio.testing.wait_all_tasks_blocked()
-            core = await engine.settled()
-            assert core.num_free_blocks == core.num_blocks
-            assert engine.statistics().num_requests == 0
-            assert app.exchanges
-            unstuck.set()
+            try:
+                await engine.settled()
+                assert engine.statistics().core.num_running == 1
+                await to_app.send({"type": "http.disconnect"})
+                await trio.testing.wait_all_tasks_blocked()
+                core = await engine.settled()
+                assert core.num_free_blocks == core.num_blocks
+                assert engine.statistics().num_requests == 0
+                assert app.exchanges
+            finally:
+                unstuck.set()
         assert not app.exchanges

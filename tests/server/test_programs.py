@@ -194,3 +194,25 @@ async def test_hypercorn_under_asyncio_is_refused():
     command = [sys.executable, "-m", "hypercorn", "--bind", "127.0.0.1:0", "fake_app:create()"]
     async with program(command) as started:
         await started.until("hypercorn -k trio")
+
+
+async def test_hypercorn_when_the_engine_dies(make_server):
+    async with served(make_server, "hypercorn") as started:
+        for _ in range(3):
+            answer = await started.server.ask("POST", "/v1/completions", {"model": "fake", "prompt": "!"})
+            assert answer.status in (500, 503)
+        for path in ("/health/live", "/health/ready"):
+            with trio.fail_after(10):
+                while (await started.server.ask("GET", path)).status != 503:
+                    pass
+        answer = await started.server.ask("POST", CHAT, HI)
+        assert (answer.status, answer.json["error"]["code"]) == (503, "engine_dead")
+        started.terminate()
+        assert await started.exit_code() == 0
+
+
+async def test_hypercorn_without_a_model():
+    command = [part.replace("create()", "create_without_model()") for part in COMMANDS["hypercorn"]]
+    async with program(command) as started:
+        await started.exit_code()
+        await started.until("there is no such model")

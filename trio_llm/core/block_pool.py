@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import array
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
@@ -144,6 +145,11 @@ class BlockPool:
                     self._free.prepend(block)
                 else:
                     self._free.append(block)
+
+    def num_freed_by(self, block_tables: Iterable[Sequence[int]]) -> int:
+        """Blocks that would become free if all these tables were freed."""
+        references = Counter(block_id for table in block_tables for block_id in table)
+        return sum(self._blocks[block_id].ref_count == count for block_id, count in references.items())
 
     def register(self, block_id: int, content: BlockHash) -> None:
         """Let a used, full block be found by its content.  Where another block already

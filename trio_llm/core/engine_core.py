@@ -15,9 +15,6 @@ from trio_llm.errors import ContextLengthExceeded, RequestFailed
 
 logger = structlog.get_logger(__name__)
 
-MAX_FAILED_STEPS = 3
-"""Steps in a row in which every row failed, after which the executor counts as broken."""
-
 
 class EngineCore:
     """Scheduler and executor as one machine.  Synchronous; all calls from one thread.
@@ -42,7 +39,6 @@ class EngineCore:
             prefix_caching=settings.enable_prefix_caching,
         )
         self._requests: dict[str, Request] = {}
-        self._failed_steps = 0
         self._num_steps = 0
         self._num_computed_tokens = 0
 
@@ -78,8 +74,9 @@ class EngineCore:
         request = self._requests.get(request_id)
         if request is None:
             return
-        for sequence in request.sequences if index is None else [request.sequences[index]]:
-            self.scheduler.finish(sequence)
+        for sequence in request.sequences:
+            if index is None or sequence.index == index:
+                self.scheduler.finish(sequence)
         self._forget_finished(request)
 
     def acknowledge(self, request_id: str, index: int, num_tokens: int) -> None:
@@ -98,8 +95,7 @@ class EngineCore:
         A step that raises is run again row by row, so that only those who cannot go on fail.
 
         Raises:
-            Exception: whatever the executor raised, when for MAX_FAILED_STEPS steps in a row
-                not one row could be computed: the executor is broken.
+            Exception: every row failed, and the executor says that it is broken.
         """
         if self.speculation is not None:
             decoding, num_tokens = self.scheduler.next_step()
@@ -113,8 +109,7 @@ class EngineCore:
             logger.warning("step failed, retrying row by row", rows=len(plan.rows), error=repr(error))
             outputs = self._execute_row_by_row(plan)
         else:
-            self._failed_steps = 0
-        self._num_steps += 1
+            self._num_steps += 1
         # by request, not by output: two choices of one may end in the same step
         for request_id in {output.request_id for output in outputs if output.finish_reason is not None}:
             self._forget_finished(self._requests[request_id])
@@ -133,24 +128,23 @@ class EngineCore:
 
     def _execute_row_by_row(self, plan: StepPlan) -> list[SequenceOutput]:
         outputs: list[SequenceOutput] = []
-        error: Exception | None = None
         num_failed = 0
         for row in plan.rows:
             try:
                 outputs += self._execute(StepPlan((row,)))
-            except Exception as caught:
-                error = caught
+            except Exception as error:
                 num_failed += 1
-                outputs.append(self._fail(self.scheduler.sequence(row.sequence_id), caught))
-        self._failed_steps = self._failed_steps + 1 if num_failed == len(plan.rows) else 0
-        if error is not None and self._failed_steps >= MAX_FAILED_STEPS:
-            raise error
+                outputs.append(self._fail(self.scheduler.sequence(row.sequence_id), error))
+        if num_failed == len(plan.rows):
+            self.executor.check()
         return outputs
 
     def _fail(self, sequence: Sequence, error: Exception) -> SequenceOutput:
-        logger.error("sequence failed", request_id=sequence.request.id, index=sequence.index, exc_info=error)
+        # no traceback: renderers that show local variables would show the prompt
+        logger.error("sequence failed", request_id=sequence.request.id, index=sequence.index, error=repr(error))
         self.scheduler.finish(sequence)
         failure = RequestFailed(f"the request failed in the engine: {type(error).__name__}")
+        failure.__cause__ = error
         return SequenceOutput(sequence.request.id, sequence.index, (), FinishReason.ERROR, failure)
 
     def _forget_finished(self, request: Request) -> None:

@@ -46,6 +46,9 @@ class Executor(Protocol):
     def collect(self, handle: Any) -> StepResult:
         """Wait for a step and give its tokens."""
 
+    def check(self) -> None:
+        """Raise if nothing at all can be computed any more; called after a step in which every row failed."""
+
     def close(self) -> None:
         """Give back memory and ranks; idempotent."""
 
@@ -67,6 +70,8 @@ class FakeExecutor:
     info: ExecutorInfo = ExecutorInfo(num_blocks=64, block_size=4, vocab_size=128, max_model_len=128)
     next_token: Callable[[list[int], int], int] | None = None
     on_launch: Callable[[StepPlan], None] | None = None
+    broken: Exception | None = None
+    """What check() raises."""
     plans: list[StepPlan] = attrs.field(factory=list, init=False)
     sequences: dict[int, tuple[SamplingParams, int]] = attrs.field(factory=dict, init=False)
     _tables: dict[int, list[int]] = attrs.field(factory=dict, init=False)
@@ -121,6 +126,10 @@ class FakeExecutor:
 
     def _slot(self, table: list[int], position: int) -> int:
         return table[position // self.info.block_size] * self.info.block_size + position % self.info.block_size
+
+    def check(self) -> None:
+        if self.broken is not None:
+            raise self.broken
 
     def close(self) -> None:
         self._tables.clear()

@@ -8,6 +8,7 @@ import torch
 
 from trio_llm.config import EngineSettings
 from trio_llm.core.attention import LayerSpec, bytes_per_block
+from trio_llm.core.model import num_probe_blocks
 from trio_llm.errors import ConfigurationError
 
 CPU_SHARE = 0.5
@@ -26,12 +27,12 @@ def num_kv_blocks(
         ConfigurationError: not even a few blocks fit.
     """
     size = bytes_per_block(specs, block_size, dtype)
+    minimum = num_probe_blocks(block_size)
     if settings.kv_cache_memory is not None:
         count = settings.kv_cache_memory // size
     else:
-        needed = settings.max_num_seqs * -(-max_model_len // block_size)
+        needed = max(minimum, settings.max_num_seqs * -(-max_model_len // block_size))
         count = min(int(_share(device) // size), needed)
-    minimum = 4  # the parity probe's
     if count < minimum:
         raise ConfigurationError(
             f"the KV memory holds {count} blocks of {size} bytes, at least {minimum} are needed",
@@ -48,17 +49,43 @@ def _share(device: torch.device) -> float:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes this process may still take: the machine's, or its cgroup's where that is less."""
+    """Bytes this process may still take: the machine's, or those of the tightest of its cgroups."""
     candidates = [_meminfo(root / "proc/meminfo")]
-    for limit, used in (
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            candidates.append(int((root / limit).read_text()) - int((root / used).read_text()))
-        except (OSError, ValueError):  # no such cgroup, or "max"
-            continue
+    for group in _cgroups(root):
+        for limit, used in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            try:
+                free = int((group / limit).read_text()) - int((group / used).read_text())
+            except (OSError, ValueError):  # no such file, or "max"
+                continue
+            candidates.append(free + _inactive_file(group))
     return max(0, min(candidates))
+
+
+def _cgroups(root: Path) -> list[Path]:
+    """The directories of the process's memory cgroups, v2 and v1, with those above them."""
+    found = {root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"}
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in {"", "memory"}:
+            group = root / "sys/fs/cgroup" / controllers / path.strip("/")
+            found |= {group, *(parent for parent in group.parents if parent.is_relative_to(root / "sys/fs/cgroup"))}
+    return sorted(found)
+
+
+def _inactive_file(group: Path) -> int:
+    """Page cache that the kernel gives back before anything else, such as the file of a model just loaded."""
+    try:
+        fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return 0
 
 
 def _meminfo(path: Path) -> int:

@@ -38,6 +38,16 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-
 """Largest difference of a probe's logits, relative to the largest of them."""
 
 
+def num_probe_blocks(block_size: int) -> int:
+    """Blocks that `PagedModel.probe` needs."""
+    return -(-_probe_length(block_size) // block_size) + 1
+
+
+def _probe_length(block_size: int) -> int:
+    """Tokens of the probe's long sequence: over a block border, and enough for two chunks."""
+    return max(block_size + 3, 7)
+
+
 @attrs.frozen
 class SpanInput:
     """One sequence's tokens in a packed forward."""
@@ -142,33 +152,39 @@ class PagedModel:
             raise ModelNotSupported(f"{name} attends more than once in a layer")
         config = self.model.config.get_text_config()
         kinds = getattr(config, "layer_types", None)
-        if kinds is not None:
-            windows = [spec.sliding_window is not None for _, spec in recorder.layers]
-            if windows != [kind == "sliding_attention" for kind in kinds]:
-                raise ModelNotSupported(f"{name} does not tell its attention which layers have a sliding window")
+        if kinds:
+            sliding = [kind == "sliding_attention" for kind in kinds]
+        else:
+            window = getattr(config, "sliding_window", None)
+            sliding = [bool(window) and getattr(config, "use_sliding_window", True)] * len(recorder.layers)
+        # two short sequences cannot show a window that is longer than they are
+        if [spec.sliding_window is not None for _, spec in recorder.layers] != sliding:
+            raise ModelNotSupported(f"{name} does not tell its attention which layers have a sliding window")
         return recorder.layers
 
     def probe(self) -> None:
         """Compare our attention with the model's own on two short sequences.
 
-        Uses pages 0 to 3; their content is lost.
+        Uses the first `num_probe_blocks` blocks; their content is lost.
 
         Raises:
             ModelNotSupported: the logits differ.
         """
-        generator = torch.Generator().manual_seed(0)
         size = self.backend.block_size
+        generator = torch.Generator().manual_seed(0)
         long, short = (
             torch.randint(min(self.vocab_size, 1000), (length,), generator=generator, device="cpu").tolist()
-            for length in (size + 3, min(size, 5))
+            for length in (_probe_length(size), min(size, 5))
         )
+        *table, last = reversed(range(num_probe_blocks(size)))
+        first = len(long) - 4
         with torch.inference_mode():
-            # the long one in two chunks across a block border, the short one beside the second
-            self.forward([SpanInput(long[:-4], SequenceSpan(0, size - 1, [2, 0]))], [0])
+            # the long one in two chunks, the short one beside the second
+            self.forward([SpanInput(long[:first], SequenceSpan(0, first, table))], [0])
             paged = self.forward(
                 [
-                    SpanInput(long[-4:], SequenceSpan(size - 1, 4, [2, 0])),
-                    SpanInput(short, SequenceSpan(0, len(short), [3])),
+                    SpanInput(long[first:], SequenceSpan(first, 4, table)),
+                    SpanInput(short, SequenceSpan(0, len(short), [last])),
                 ],
                 range(4 + len(short)),
             )

@@ -55,9 +55,11 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 def _sample_random(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """transformers' order of warpers: temperature, top_k, top_p, min_p.  Gives (rows,) ids."""
-    scaled = logits / _column(logits, [draw.params.temperature for draw in draws])
+    # the best logit becomes 0, so that no temperature, however small, overflows to an infinity or a NaN
+    best = logits.max(dim=-1, keepdim=True).values
+    scaled = (logits - best) / _column(logits, [max(draw.params.temperature or 0.0, 1e-30) for draw in draws])
     tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
-    few = [row for row, draw in enumerate(draws) if 0 < (draw.params.top_k or 0) <= MAX_SORTED or _top_p(draw) < 1]
+    few = [row for row, draw in enumerate(draws) if _can_sort(draw, logits.shape[-1])]
     wide = sorted(set(range(len(draws))) - set(few))
     if few:
         unfinished = _sample_sorted(scaled[few], [draws[row] for row in few], tokens, few)
@@ -65,6 +67,13 @@ def _sample_random(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     for row in wide:  # row by row: a tile that stays in the processor's cache
         tokens[row] = _sample_wide(scaled[row], draws[row])
     return tokens
+
+
+def _can_sort(draw: Draw, vocab_size: int) -> bool:
+    top_k = draw.params.top_k or 0
+    if 0 < top_k < vocab_size:
+        return top_k <= MAX_SORTED
+    return _top_p(draw) < 1
 
 
 def _sample_sorted(scaled: Tensor, draws: Sequence[Draw], tokens: Tensor, rows: Sequence[int]) -> list[int]:
@@ -76,8 +85,9 @@ def _sample_sorted(scaled: Tensor, draws: Sequence[Draw], tokens: Tensor, rows: 
     has_top_k = _column(scaled, [float(0 < (draw.params.top_k or 0) <= size) for draw in draws]) > 0
     # 1 must keep the last candidate, whatever the sum before it rounds to
     top_p = _column(scaled, [_top_p(draw) if _top_p(draw) < 1 else 2.0 for draw in draws])
-    outside = torch.arange(size, device=scaled.device) >= top_k
-    values = values.masked_fill(outside, float("-inf"))
+    # ties with the last of the top k stay, as in transformers
+    last = values.gather(-1, top_k.long() - 1)
+    values = values.masked_fill(values < last, float("-inf"))
     # with a top_k the nucleus is one of the top k alone, else one of the whole vocabulary
     total = torch.where(has_top_k, values.logsumexp(-1, keepdim=True), scaled.logsumexp(-1, keepdim=True))
     probabilities = (values - total).exp()
@@ -99,13 +109,12 @@ def _sample_sorted(scaled: Tensor, draws: Sequence[Draw], tokens: Tensor, rows: 
 
 def _sample_wide(scaled: Tensor, draw: Draw) -> Tensor:
     """Sample one row (vocab,) from any number of candidates, without sorting."""
-    keep = scaled >= scaled.max() + _log_min_p(scaled, [draw]).squeeze()
     top_k = draw.params.top_k or 0
     if 0 < top_k < scaled.numel():
-        keep &= scaled >= scaled.kthvalue(scaled.numel() - top_k + 1).values
+        scaled = scaled.masked_fill(scaled < scaled.kthvalue(scaled.numel() - top_k + 1).values, float("-inf"))
+    keep = scaled >= scaled.max() + _log_min_p(scaled, [draw]).squeeze()
     if _top_p(draw) < 1:
-        inside = scaled.masked_fill(~keep, float("-inf")) if top_k else scaled
-        keep &= scaled >= _nucleus_threshold(inside, _top_p(draw))
+        keep &= scaled >= _nucleus_threshold(scaled, _top_p(draw))
     ids = torch.arange(scaled.numel(), dtype=torch.int64, device=scaled.device)
     scores = scaled.masked_fill(~keep, float("-inf")) + gumbel(ids[None], [noise_key(draw)])[0]
     return scores.argmax()

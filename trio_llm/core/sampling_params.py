@@ -27,11 +27,11 @@ def _number(low: float, high: float, *, above: bool = False) -> Any:
     return check
 
 
-def _integer(low: int, high: int) -> Any:
+def _integer(low: int, high: int, *, optional: bool = True) -> Any:
     """A validator: an integer (not a bool) in [low, high]."""
 
     def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value is None:
+        if value is None and optional:
             return
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             message = f"{attribute.name} must be an integer from {low} to {high}, got {value!r}"
@@ -40,10 +40,15 @@ def _integer(low: int, high: int) -> Any:
     return check
 
 
-def _stop_strings(value: str | tuple[str, ...] | list[str] | None) -> tuple[str, ...]:
+def _strings(value: Any) -> Any:
+    """None, one string or several, as a tuple; what is none of these is left to the validator."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, str) else tuple(value)
+    return (value,) if isinstance(value, str) else _tuple(value)
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else value
 
 
 @attrs.frozen(kw_only=True)
@@ -57,7 +62,7 @@ class SamplingParams:
         InvalidRequest: a value is out of its range; `field` names it.
     """
 
-    n: int = attrs.field(default=1, validator=_integer(1, MAX_CHOICES))
+    n: int = attrs.field(default=1, validator=_integer(1, MAX_CHOICES, optional=False))
     """Choices (independent continuations) to make of one prompt."""
     temperature: float | None = attrs.field(default=None, validator=_number(0, 2))
     """0 is greedy."""
@@ -68,18 +73,28 @@ class SamplingParams:
     seed: int | None = attrs.field(default=None, validator=_integer(-(2**63), 2**64 - 1))
     """Same seed, same tokens, whoever else is in the batch.  None draws one."""
     max_tokens: int | None = attrs.field(default=None, validator=_integer(1, 2**31 - 1))
-    stop: tuple[str, ...] = attrs.field(default=(), converter=_stop_strings)
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
     """Texts that end a choice; they are not part of its text."""
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
-    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_tuple)
+    ignore_eos: bool = attrs.field(default=False)
     """Go on past the model's end tokens (for benchmarks)."""
 
     @stop.validator
-    def _check_stop(self, _: attrs.Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
+    def _check_stop(self, _: Any, value: Any) -> None:
+        if not isinstance(value, tuple) or not all(isinstance(text, str) and text for text in value):
+            raise InvalidRequest("stop takes a string or several, none of them empty", field="stop")
         if len(value) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(value)}", field="stop")
-        if not all(value):
-            raise InvalidRequest("stop strings must not be empty", field="stop")
+
+    @stop_token_ids.validator
+    def _check_stop_token_ids(self, _: Any, value: Any) -> None:
+        if not isinstance(value, tuple) or not all(type(token) is int and token >= 0 for token in value):
+            raise InvalidRequest("stop_token_ids takes integers of at least 0", field="stop_token_ids")
+
+    @ignore_eos.validator
+    def _check_ignore_eos(self, _: Any, value: Any) -> None:
+        if not isinstance(value, bool):
+            raise InvalidRequest(f"ignore_eos must be true or false, got {value!r}", field="ignore_eos")
 
     def resolved(self, defaults: SamplingParams, *, max_tokens: int, seed: int) -> SamplingParams:
         """These params with every None filled in, first from `defaults` (the model's own),

@@ -145,8 +145,9 @@ class Scheduler:
         num_preemptions = self.num_preemptions
 
         ready = [sequence for sequence in self._running if not self._is_paused(sequence)]
-        ready.sort(key=lambda sequence: sequence.num_tokens - sequence.num_computed_tokens > 1)
-        for sequence in ready:
+        prefilling = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens > 1]
+        decoding = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens == 1]
+        for sequence in decoding[: self.max_num_seqs - bool(prefilling)] + prefilling:
             if budget == 0 or len(rows) == self.max_num_seqs:
                 break
             while sequence.status is Status.RUNNING:
@@ -172,19 +173,42 @@ class Scheduler:
             assert row is not None, "room was made for it"
             rows[newcomer.id] = row
             budget -= len(row.token_ids)
-
-        plan = []
-        for row in rows.values():
-            drafted = self._with_drafts(row, budget)
+        for row in list(rows.values()):
+            rows[row.sequence_id] = drafted = self._with_drafts(row, budget)
             budget -= drafted.num_drafts
-            plan.append(drafted)
-        return StepPlan(tuple(plan))
+        return StepPlan(tuple(rows.values()))
+
+    def _with_drafts(self, row: Row, budget: int) -> Row:
+        """Drafts come last of all: they take what nobody else wanted of budget and blocks.
+
+        Every running sequence is left a block for its next token: nobody is preempted for a draft.
+        """
+        sequence = self._sequences[row.sequence_id]
+        if not row.sample or not sequence.draft_token_ids:
+            return row
+        credit = self.credit_window - (sequence.num_output_tokens - sequence.num_acknowledged)
+        # one token is sure to come, drafts or not
+        drafts = sequence.draft_token_ids[: max(0, min(budget, credit - 1, self._room(sequence) - 1))]
+        missing = self.pool.blocks_for(sequence.num_tokens + len(drafts)) - len(sequence.block_table)
+        if missing > 0:
+            spare = max(0, self.pool.num_free_blocks - len(self._running))
+            sequence.block_table += self.pool.allocate(min(missing, spare)) or []
+            drafts = drafts[: len(sequence.block_table) * self.pool.block_size - sequence.num_tokens]
+        return attrs.evolve(
+            row,
+            token_ids=(*row.token_ids, *drafts),
+            num_drafts=len(drafts),
+            new_blocks=tuple(sequence.block_table[sequence.num_blocks_sent :]),
+        )
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Commit a step that was executed; gives what is new for each sequence that sampled.
 
         A sequence that came to its natural end is finished here.
         """
+        assert [bool(tokens) for tokens in result.token_ids] == [row.sample for row in plan.rows], (
+            "not the plan's result"
+        )
         outputs = []
         for row, sampled in zip(plan.rows, result.token_ids, strict=True):
             sequence = self._sequences[row.sequence_id]
@@ -238,6 +262,7 @@ class Scheduler:
         """A row of at most `budget` tokens with its blocks allocated, or None if there are none."""
         start, end = sequence.num_computed_tokens, sequence.num_tokens
         pending = sequence.token_ids[start : min(end, start + budget)]
+        sample = start + len(pending) == end
         missing = self.pool.blocks_for(start + len(pending)) - len(sequence.block_table)
         if missing > 0:
             blocks = self.pool.allocate(missing)
@@ -251,31 +276,9 @@ class Scheduler:
             num_prior_blocks=sequence.num_blocks_sent,
             new_blocks=tuple(sequence.block_table[sequence.num_blocks_sent :]),
             num_drafts=0,
-            sample=start + len(pending) == end,
+            sample=sample,
             block_copies=block_copies,
             output_index=sequence.num_output_tokens,
-        )
-
-    def _with_drafts(self, row: Row, budget: int) -> Row:
-        """The row with the sequence's drafts, as many as budget, credit, length and free blocks allow.
-
-        One token is sure to come, drafts or not.  Every running sequence is left a block for its
-        next token: nobody is preempted for a draft.
-        """
-        sequence = self._sequences[row.sequence_id]
-        if not row.sample or not sequence.draft_token_ids:
-            return row
-        credit = self.credit_window - (sequence.num_output_tokens - sequence.num_acknowledged)
-        drafts = sequence.draft_token_ids[: max(0, min(budget, credit - 1, self._room(sequence) - 1))]
-        missing = self.pool.blocks_for(sequence.num_tokens + len(drafts)) - len(sequence.block_table)
-        if 0 < missing <= self.pool.num_free_blocks - len(self._running):
-            sequence.block_table += self.pool.allocate(missing) or ()
-        drafts = drafts[: len(sequence.block_table) * self.pool.block_size - sequence.num_tokens]
-        return attrs.evolve(
-            row,
-            token_ids=(*row.token_ids, *drafts),
-            new_blocks=tuple(sequence.block_table[sequence.num_blocks_sent :]),
-            num_drafts=len(drafts),
         )
 
     def _count_drafts(self, row: Row, num_accepted: int) -> None:
@@ -299,10 +302,12 @@ class Scheduler:
         """
         shared, source = self._shareable(newcomer)
         self.pool.hold(shared)
-        while self.pool.blocks_for(newcomer.num_tokens) - len(shared) > self.pool.num_free_blocks:
-            if not self._num_paused:
-                self.pool.free(shared)
-                return None
+        needed = self.pool.blocks_for(newcomer.num_tokens) - len(shared)
+        paused = [sequence.block_table for sequence in self._running if self._is_paused(sequence)]
+        if needed > self.pool.num_free_blocks + self.pool.num_freed_by(paused):
+            self.pool.free(shared)
+            return None
+        while needed > self.pool.num_free_blocks:
             victim = self._victim()
             if victim is newcomer.fork_of:
                 source = None  # the partial block goes with it; the full ones are held

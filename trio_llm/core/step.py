@@ -28,11 +28,11 @@ class Row:
     """How many of token_ids are drafts, to be verified."""
     sample: bool
     """Whether the row reaches the end of the sequence, so that tokens are wanted."""
-    block_copies: tuple[tuple[int, int], ...]
-    """Blocks to copy (source, destination) before anything is written."""
     output_index: int
     """Index, among the sequence's outputs, of the first token it samples: with seed
     and choice it keys the noise."""
+    block_copies: tuple[tuple[int, int], ...] = ()
+    """Blocks to copy (source, destination) before anything is written."""
 
 
 @attrs.frozen

@@ -97,6 +97,10 @@ class TorchExecutor:
         with guard, torch.inference_mode():
             yield
 
+    def check(self) -> None:
+        # after a fault in a kernel every call to a CUDA device fails
+        torch.ones(1, dtype=torch.float32, device=self._model.device).sum().item()
+
     def close(self) -> None:
         self._sequences.clear()
 

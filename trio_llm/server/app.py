@@ -10,7 +10,7 @@ from trio_llm.config import ServerSettings, resolve
 from trio_llm.engine.registry import Registry
 from trio_llm.errors import TrioLLMError
 from trio_llm.server import logs
-from trio_llm.server.http import App, this_app
+from trio_llm.server.http import App, this_app, this_exchange
 from trio_llm.server.openai.chat import blueprint as chat
 from trio_llm.server.openai.completions import blueprint as completions
 from trio_llm.server.openai.error_bodies import body_of, failure_of, http_error_body
@@ -80,7 +80,8 @@ async def _refuse_while_loading() -> None:
 
 async def _trio_llm_error(error: TrioLLMError) -> Response:
     failure = failure_of(error)
-    if failure.status >= 500:
+    this_exchange().error = error
+    if failure.status == 500:
         logger.warning("a request failed", kind=error.kind, reason=error.message)
     response = Response(body_of(error), failure.status, content_type="application/json")
     if failure.retry_after is not None:

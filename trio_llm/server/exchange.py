@@ -38,6 +38,8 @@ class Exchange:
     generation: Generation | None = None
     failure: TrioLLMError | None = None
     """Why the server ended it; takes the place of the abort that carried it out."""
+    error: TrioLLMError | None = None
+    """What it was answered with."""
     started: float = attrs.field(factory=trio.current_time)
     first_token: float | None = None
     status: int | None = None

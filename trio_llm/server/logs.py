@@ -78,8 +78,9 @@ def access(exchange: Exchange, *, finished: bool) -> None:
         facts["finish_reason"] = ",".join(str(choice.finish_reason) for choice in generation.choices)
     if exchange.first_token is not None:
         facts["ttft"] = round(exchange.first_token - exchange.started, 4)
-    if exchange.failure is not None:
-        facts["failure"] = exchange.failure.kind
+    error = exchange.error or exchange.failure
+    if error is not None:
+        facts["error"] = error.kind
     if exchange.echoed_id != exchange.request_id:
         facts["client_request_id"] = exchange.echoed_id
     quiet = exchange.path.startswith(_QUIET_PATHS)

@@ -100,6 +100,8 @@ async def serve(
             if not lifecycle.stopped.is_set():
                 leave(0)
         listening.cancel_scope.cancel(reason="all is closed")
+    if settings.uds is not None:
+        Path(settings.uds).unlink(missing_ok=True)
     if lifecycle.failure is not None:
         raise lifecycle.failure
     logger.info("drained")

@@ -17,7 +17,7 @@ from trio_llm.engine.generation import Generation
 from trio_llm.errors import TrioLLMError
 from trio_llm.server.exchange import Exchange
 from trio_llm.server.openai.chunks import Chunks, Identity
-from trio_llm.server.openai.sse import next_deltas, stream
+from trio_llm.server.openai.sse import stream
 from trio_llm.server.openai.wire import GenerationFields, to_wire
 
 
@@ -40,7 +40,7 @@ def sampling_params(fields: GenerationFields, max_tokens: int | None, settings: 
         seed=fields.seed,
         max_tokens=settings.default_max_tokens if max_tokens is None else max_tokens,
         stop=() if fields.stop is None else fields.stop,
-        stop_token_ids=fields.stop_token_ids,  # type: ignore[arg-type]  # mypy loses tuple's parameter here
+        stop_token_ids=fields.stop_token_ids,
         ignore_eos=fields.ignore_eos,
     )
 
@@ -66,8 +66,9 @@ async def finish(exchange: Exchange) -> Generation:
     """
     generation = exchange.generation
     assert generation is not None
-    while any(choice.finish_reason is None for choice in generation.choices):
-        await next_deltas(exchange)
+    async for _ in generation:  # to its very end, where it says whether it failed
+        exchange.token_arrived()
+        generation.drain()
     if exchange.failure is not None:
         raise exchange.failure
     return generation

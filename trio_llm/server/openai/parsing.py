@@ -143,10 +143,10 @@ def _screen_part(part: Any, path: str, *, lenient: bool) -> dict[str, Any]:
     kind = part.get("type")
     if isinstance(kind, str) and kind != "text":
         raise UnsupportedParameter(f"content parts of type {kind[:_MAX_SHOWN]} are not supported", field=f"{path}.type")
-    part = screen(part, fields.CONTENT_PART, f"{path}.", lenient=lenient)
-    if "text" not in part:
+    kept = screen(part, fields.CONTENT_PART, f"{path}.", lenient=lenient)
+    if "text" not in kept:
         raise InvalidRequest(f"{path}.text is missing", field=f"{path}.text", code="missing_required_parameter")
-    return part
+    return kept
 
 
 def _screen_stream_options(document: dict[str, Any], *, lenient: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from quart import Response
 from quart.wrappers.response import ResponseBody
 
 from trio_llm.engine.generation import Delta, Generation
-from trio_llm.errors import EngineDead, TrioLLMError
+from trio_llm.errors import RequestFailed, TrioLLMError
 from trio_llm.server.exchange import Exchange
 from trio_llm.server.openai.chunks import DONE, Chunks
 from trio_llm.server.openai.error_bodies import body_of
@@ -68,6 +68,7 @@ class EventStream(ResponseBody):
             return await self._next()
         except TrioLLMError as error:
             self._done = True
+            self._exchange.error = error
             return b"data: " + body_of(error) + b"\n\n" + DONE
 
     async def _next(self) -> bytes:
@@ -113,7 +114,7 @@ async def next_deltas(exchange: Exchange) -> list[Delta]:
     try:
         delta = await anext(generation)
     except StopAsyncIteration:
-        raise exchange.failure or EngineDead("the generation ended early") from None
+        raise exchange.failure or RequestFailed("the generation ended early") from None
     if exchange.failure is not None:
         raise exchange.failure
     exchange.token_arrived()

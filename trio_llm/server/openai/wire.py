@@ -75,8 +75,8 @@ class UsageBody:
 
 @attrs.frozen(kw_only=True)
 class AnswerMessage:
-    content: str
     role: Literal["assistant"] = "assistant"
+    content: str
     refusal: None = None
 
 
@@ -84,26 +84,26 @@ class AnswerMessage:
 class ChatChoice:
     index: int
     message: AnswerMessage
-    finish_reason: str | None
     logprobs: None = None
+    finish_reason: str | None
 
 
 @attrs.frozen(kw_only=True)
 class ChatCompletion:
     id: str
+    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
     usage: UsageBody
-    object: Literal["chat.completion"] = "chat.completion"
 
 
 @attrs.frozen(kw_only=True)
 class TextChoice:
     index: int
     text: str
-    finish_reason: str | None = None
     logprobs: None = None
+    finish_reason: str | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -111,11 +111,11 @@ class TextCompletion:
     """Streamed or whole: the shape is the same."""
 
     id: str
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[TextChoice]
     usage: UsageBody | None = None
-    object: Literal["text_completion"] = "text_completion"
 
 
 @attrs.frozen(kw_only=True)
@@ -130,33 +130,33 @@ class ChunkDelta:
 class ChunkChoice:
     index: int
     delta: ChunkDelta
-    finish_reason: str | None = None
     logprobs: None = None
+    finish_reason: str | None = None
 
 
 @attrs.frozen(kw_only=True)
 class ChatCompletionChunk:
     id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChunkChoice]
     usage: UsageBody | None = None
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
 @attrs.frozen(kw_only=True)
 class ModelCard:
     id: str
+    object: Literal["model"] = "model"
     created: int
     max_model_len: int
     owned_by: str = "trio_llm"
-    object: Literal["model"] = "model"
 
 
 @attrs.frozen(kw_only=True)
 class ModelList:
-    data: list[ModelCard]
     object: Literal["list"] = "list"
+    data: list[ModelCard]
 
 
 def to_wire(value: Any) -> Any:

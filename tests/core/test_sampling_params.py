@@ -1,0 +1,92 @@
+"""SamplingParams: every bad value is refused by its field's name, and how defaults are filled in."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import pytest
+
+from trio_llm.core.sampling_params import SamplingParams
+from trio_llm.errors import InvalidRequest
+
+NAN, INFINITY = math.nan, math.inf
+BAD: dict[str, list[object]] = {
+    "n": [0, -1, 129, 10**6, 1.0, 1.5, "1", True, [1], None],
+    "temperature": [-0.1, 2.0001, NAN, INFINITY, -INFINITY, "0.5", True, False, [1.0], 1 + 0j],
+    "top_p": [0, 0.0, -0.1, 1.01, NAN, INFINITY, "1", True, {}],
+    "top_k": [-2, 1.0, 2**31, "5", True, NAN],
+    "min_p": [-0.01, 1.01, NAN, INFINITY, "0", False],
+    "seed": [-(2**63) - 1, 2**64, 1.0, "7", True],
+    "max_tokens": [0, -1, 2**31, "5", 1.5, True],
+    "stop": ["", ("a", ""), ("a",) * 5, (1,), b"ab"],
+    "stop_token_ids": ["12", (1.5,), (-1,), ("1",)],
+    "ignore_eos": ["yes"],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [pytest.param(f, v, id=f"{f}={v!r}"[:40]) for f, values in BAD.items() for v in values]
+)
+def test_a_bad_value_is_refused_by_its_fields_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field
+    assert field in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+GOOD: dict[str, list[object]] = {
+    "n": [1, 128],
+    "temperature": [None, 0, 0.0, -0.0, 1, 2.0, 5e-324],
+    "top_p": [None, 1, 1.0, 1e-9],
+    "top_k": [None, -1, 0, 1, 2**31 - 1],
+    "min_p": [None, 0, 0.0, 1],
+    "seed": [None, 0, -(2**63), 2**64 - 1],
+    "max_tokens": [None, 1, 2**31 - 1],
+    "stop": [None, (), "a", ["a"], ("a", "b", "c", "d"), " ", "\n"],
+    "stop_token_ids": [(), [1, 2], (0,)],
+    "ignore_eos": [True, False],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in GOOD.items() for v in values], ids=repr)
+def test_the_limits_themselves_are_allowed(field: str, value: object) -> None:
+    SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+def test_every_field_is_attacked() -> None:
+    assert {field.name for field in attrs.fields(SamplingParams)} == BAD.keys() == GOOD.keys()
+
+
+def test_a_single_stop_string_is_one() -> None:
+    assert SamplingParams(stop="abc").stop == ("abc",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop=None).stop == ()
+
+
+def test_the_request_goes_before_the_models_defaults_and_those_before_neutral_values() -> None:
+    defaults = SamplingParams(temperature=0.6, top_p=0.95)
+    resolved = SamplingParams(top_p=0.5).resolved(defaults, max_tokens=100, seed=9)
+    assert (resolved.temperature, resolved.top_p, resolved.top_k, resolved.min_p) == (0.6, 0.5, 0, 0.0)
+    assert (resolved.max_tokens, resolved.seed) == (100, 9)
+    neutral = SamplingParams().resolved(SamplingParams(), max_tokens=1, seed=0)
+    assert (neutral.temperature, neutral.top_p, neutral.top_k, neutral.min_p) == (1.0, 1.0, 0, 0.0)
+
+
+def test_values_that_are_false_are_still_values() -> None:
+    defaults = SamplingParams(temperature=0.6, top_k=20, min_p=0.1, seed=5)
+    resolved = SamplingParams(temperature=0, top_k=0, min_p=0.0, seed=0).resolved(defaults, max_tokens=8, seed=77)
+    assert (resolved.temperature, resolved.top_k, resolved.min_p, resolved.seed) == (0, 0, 0.0, 0)
+
+
+@pytest.mark.parametrize(("asked", "left", "wanted"), [(None, 10, 10), (3, 10, 3), (30, 10, 10), (10, 10, 10)])
+def test_max_tokens_is_never_more_than_is_left(asked: int | None, left: int, wanted: int) -> None:
+    assert SamplingParams(max_tokens=asked).resolved(SamplingParams(), max_tokens=left, seed=0).max_tokens == wanted
+
+
+def test_resolving_keeps_the_rest_and_leaves_the_original() -> None:
+    params = SamplingParams(n=3, stop=("x",), stop_token_ids=(4,), ignore_eos=True)
+    resolved = params.resolved(SamplingParams(n=2, stop=("y",), temperature=0.1), max_tokens=5, seed=1)
+    assert (resolved.n, resolved.stop, resolved.stop_token_ids, resolved.ignore_eos) == (3, ("x",), (4,), True)
+    assert params == SamplingParams(n=3, stop=("x",), stop_token_ids=(4,), ignore_eos=True)
