@@ -145,9 +145,8 @@ async def test_ready_line_and_json_logs(make_server):
 
 async def test_exit_3_when_the_engine_dies(make_server):
     async with served(make_server, "own") as started:
-        for _ in range(3):
-            answer = await started.server.ask("POST", "/v1/completions", {"model": "fake", "prompt": "!"})
-            assert answer.status in (500, 503)
+        answer = await started.server.ask("POST", "/v1/completions", {"model": "fake", "prompt": "!"})
+        assert answer.status in (500, 503)
         assert await started.exit_code() == 3
         assert re.search("^trio-llm: the engine died: .+$", started.output, re.MULTILINE)
 
@@ -198,9 +197,8 @@ async def test_hypercorn_under_asyncio_is_refused():
 
 async def test_hypercorn_when_the_engine_dies(make_server):
     async with served(make_server, "hypercorn") as started:
-        for _ in range(3):
-            answer = await started.server.ask("POST", "/v1/completions", {"model": "fake", "prompt": "!"})
-            assert answer.status in (500, 503)
+        answer = await started.server.ask("POST", "/v1/completions", {"model": "fake", "prompt": "!"})
+        assert answer.status in (500, 503)
         for path in ("/health/live", "/health/ready"):
             with trio.fail_after(10):
                 while (await started.server.ask("GET", path)).status != 503:
