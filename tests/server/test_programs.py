@@ -14,6 +14,7 @@ from pathlib import Path
 import orjson
 import pytest
 import trio
+from hypercorn.utils import load_application
 
 HERE = Path(__file__).parent
 CHAT = "/v1/chat/completions"
@@ -214,3 +215,8 @@ async def test_hypercorn_without_a_model():
     async with program(command) as started:
         await started.exit_code()
         await started.until("there is no such model")
+
+
+def test_the_name_in_the_docs_is_found():
+    """Hypercorn looks names up in the module's own dictionary, so a module's __getattr__ is not asked."""
+    load_application("trio_llm:create_app()", 2**20)
