@@ -198,10 +198,11 @@ async def test_told_to_stop_while_loading():
     assert left == [0]
 
 
-async def test_load_failure():
+@pytest.mark.parametrize("error", [ModelLoadError("no such model"), ZeroDivisionError("no such model")])
+async def test_load_failure(error):
     @asynccontextmanager
     async def no_engine():
-        raise ModelLoadError("no such model")
+        raise error
         yield
 
     with pytest.raises(ModelLoadError, match="no such model"):

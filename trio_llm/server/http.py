@@ -22,6 +22,8 @@ from trio_llm.server.exchange import Exchange
 from trio_llm.server.lifecycle import Lifecycle, OpenEngine
 from trio_llm.server.metrics import Metrics
 
+logger = structlog.get_logger(__name__)
+
 _SCOPE_KEY = "trio_llm.exchange"
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _NOT_TRIO = "trio_llm runs under Trio: start it with `hypercorn -k trio`"
@@ -45,13 +47,15 @@ class _HTTPConnection(TrioASGIHTTPConnection):
         exchange = Exchange(self.scope["method"], self.scope["path"])
         exchange.echoed_id = _client_request_id(self.scope["headers"]) or exchange.request_id
         cast(dict[str, Any], self.scope)[_SCOPE_KEY] = exchange
-        finished = False
+        finished = gone = False
 
         async def watched_receive() -> Any:
+            nonlocal gone
             message = await receive()
             if message["type"] == "http.disconnect":
                 if finished:
                     await trio.sleep_forever()  # until the handler returns
+                gone = True
                 exchange.abandon()
             return message
 
@@ -71,6 +75,10 @@ class _HTTPConnection(TrioASGIHTTPConnection):
             try:
                 async with exchange:
                     await super().__call__(watched_receive, watched_send)
+            except Exception:
+                if not gone:
+                    raise
+                logger.debug("an error after the client was gone", exc_info=True)
             finally:
                 logs.access(exchange, finished=finished)
 
