@@ -152,6 +152,15 @@ async def test_failure_in_prefill_has_a_status(serving):
         assert answer.json["error"]["type"] == "server_error"
 
 
+async def test_failure_half_way_is_a_status_for_unary_requests(serving):
+    async with serving() as server:
+        server.executor.next_token = lambda context, index: ord("a") if index < 3 else 1 // 0
+        for _ in range(5):
+            answer = await server.ask("POST", "/v1/chat/completions", {**HI, "max_tokens": 50, "n": 2})
+            assert (answer.status, answer.json["error"]["code"]) == (500, "request_failed")
+        await server.assert_all_free()
+
+
 async def test_patience_ends_then_keep_alives_then_failure_is_a_frame(serving, gated):
     executor, gate = gated
     async with serving(executor=executor, first_result_timeout=0.01, sse_keep_alive_interval=0.01) as server:
