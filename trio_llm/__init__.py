@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from trio_llm.core.sampling_params import SamplingParams
     from trio_llm.engine.engine import Engine, open_engine
     from trio_llm.engine.generation import Delta, Generation
-    from trio_llm.server.app import create_app
+    from trio_llm.engine.registry import Registry
+    from trio_llm.server.http import App
     from trio_llm.server.serve import serve
 
 __all__ = [
@@ -41,10 +42,29 @@ _HOMES = {
     "Generation": "trio_llm.engine.generation",
     "SamplingParams": "trio_llm.core.sampling_params",
     "ServerSettings": "trio_llm.config",
-    "create_app": "trio_llm.server.app",
     "open_engine": "trio_llm.engine.engine",
     "serve": "trio_llm.server.serve",
 }
+
+
+def create_app(settings: ServerSettings | str | None = None, *, registry: Registry | None = None) -> App:
+    """The application, for `hypercorn -k trio 'trio_llm:create_app()'` or for an embedding program.
+
+    A function of its own, since Hypercorn looks in this module's dictionary and asks no `__getattr__`.
+
+    Args:
+        settings: ServerSettings, or the path of a TOML file; None reads the environment and the
+            file that TRIO_LLM_CONFIG names.
+        registry: engines that are open already, or will be put in later; the application then opens
+            and closes none.  Without it the application opens an engine of its own for as long as
+            it is served.
+
+    Raises:
+        ConfigurationError: a setting is wrong.
+    """
+    from trio_llm.server.app import create_app
+
+    return create_app(settings, registry=registry)
 
 
 def __getattr__(name: str) -> Any:

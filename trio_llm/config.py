@@ -41,6 +41,15 @@ class EngineSettings:
     """Tokens in a KV block; None lets the attention backend choose."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of prompts that begin alike."""
+    speculative_method: Literal["off", "ngram"] = "off"
+    """"ngram" guesses the next tokens from what the sequence has said before, and verifies several in
+    one step; the tokens are the same as without."""
+    num_speculative_tokens: int = 8
+    """The most tokens that are guessed for a sequence in one step."""
+    prompt_lookup_max: int = 4
+    """"ngram" looks for the longest of the last `prompt_lookup_max` ..."""
+    prompt_lookup_min: int = 2
+    """... to `prompt_lookup_min` tokens that was said before."""
     kv_cache_memory: int | None = None
     """Bytes of KV memory; None is min(half of what the process may use, what can be needed)."""
     max_num_queued_reqs: int = 1024
@@ -66,10 +75,18 @@ class EngineSettings:
             "block_size",
             "kv_cache_memory",
             "credit_window",
+            "num_speculative_tokens",
+            "prompt_lookup_min",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}", field=name)
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise ConfigurationError(
+                f"prompt_lookup_max ({self.prompt_lookup_max}) must not be below prompt_lookup_min "
+                f"({self.prompt_lookup_min})",
+                field="prompt_lookup_max",
+            )
         if self.max_num_batched_tokens <= self.max_num_seqs:
             # every decoding sequence takes one token a step; what is left lets prompts in
             raise ConfigurationError(

@@ -316,12 +316,15 @@ def test_loading_changes_nothing_of_what_another_thread_runs(
     thread.start()
     try:
         assert started.wait(30)
-        for _ in range(10):
+        before = rounds
+        for _ in range(200):  # ends when enough rounds ran beside loads, on a busy machine too
             assert load_model(str(path), settings=settings).model.dtype == torch.bfloat16
+            if rounds >= before + 20:
+                break
     finally:
         done.set()
         thread.join()
-    assert rounds > 10
+    assert rounds >= before + 20
     assert not faults
 
 

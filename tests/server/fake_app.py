@@ -31,7 +31,9 @@ def fake_engine() -> AbstractAsyncContextManager[Engine]:
             raise RuntimeError("broken on purpose")
         return ord("a") + index % 26
 
-    return open_engine(FakeModel(), executor=FakeExecutor(INFO, on_launch=_pace, next_token=next_token))
+    past_help = RuntimeError("broken on purpose")
+    executor = FakeExecutor(INFO, on_launch=_pace, next_token=next_token, broken=past_help)
+    return open_engine(FakeModel(), executor=executor)
 
 
 def create() -> App:

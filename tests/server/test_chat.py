@@ -36,7 +36,12 @@ async def test_stream(serving, n):
         assert answer.headers["content-type"].startswith("text/event-stream")
         *chunks, usage, done = answer.events
         assert done == "DONE"
-        assert usage["choices"] == [] and usage["usage"] == whole["usage"]
+        assert usage["choices"] == []
+        counted = usage["usage"]
+        # the second time the prompt's full blocks are found in the cache
+        assert counted.pop("prompt_tokens_details")["cached_tokens"] > 0
+        assert whole["usage"].pop("prompt_tokens_details") == {"cached_tokens": 0}
+        assert counted == whole["usage"]
         assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
         assert all(chunk["usage"] is None for chunk in chunks)
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
@@ -152,6 +157,15 @@ async def test_failure_in_prefill_has_a_status(serving):
         assert answer.json["error"]["type"] == "server_error"
 
 
+async def test_failure_half_way_is_a_status_for_unary_requests(serving):
+    async with serving() as server:
+        server.executor.next_token = lambda context, index: ord("a") if index < 3 else 1 // 0
+        for _ in range(5):
+            answer = await server.ask("POST", "/v1/chat/completions", {**HI, "max_tokens": 50, "n": 2})
+            assert (answer.status, answer.json["error"]["code"]) == (500, "request_failed")
+        await server.assert_all_free()
+
+
 async def test_patience_ends_then_keep_alives_then_failure_is_a_frame(serving, gated):
     executor, gate = gated
     async with serving(executor=executor, first_result_timeout=0.01, sse_keep_alive_interval=0.01) as server:
@@ -241,3 +255,17 @@ async def test_abort_of_a_unary_request_gives_what_there_was(serving, gated):
         assert answers[0].json["choices"][0]["finish_reason"] == "abort"
         assert answers[0].json["usage"]["completion_tokens"] == 2
         gate.open()
+
+
+async def test_a_salt_keeps_prefixes_apart(serving):
+    async with serving() as server:
+
+        async def cached(**fields):
+            answer = await server.ask("POST", "/v1/chat/completions", {**HI, "max_tokens": 2, **fields})
+            return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert await cached(cache_salt="mine") == 0
+        assert await cached(cache_salt="mine") > 0
+        assert await cached(cache_salt="yours") == 0
+        assert await cached() == 0
+        assert await cached() > 0

@@ -25,7 +25,9 @@ def use_sync(url):
                 texts[choice.index] += choice.delta.content or ""
             usage = chunk.usage or usage
         assert texts == [choice.message.content for choice in whole.choices]
-        assert usage == whole.usage
+        assert usage is not None and usage.prompt_tokens_details.cached_tokens > 0  # the prompt was there already
+        assert whole.usage.prompt_tokens_details.cached_tokens == 0
+        assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, 40)
         text = client.completions.create(model="fake", prompt="x", max_tokens=3)
         assert (
             "".join(

@@ -6,8 +6,10 @@ import re
 
 import pytest
 
+from trio_llm.core.executor import FakeExecutor
 from trio_llm.engine.registry import Registry
 from trio_llm.errors import EngineDead
+from trio_llm.server.app import create_app
 
 HI = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 CHAT = "/v1/chat/completions"
@@ -62,14 +64,11 @@ async def test_while_draining(serving):
 
 
 async def test_dead_engine(serving):
+    executor = FakeExecutor(next_token=lambda context, index: 1 // 0, broken=RuntimeError("past help"))
     with pytest.RaisesGroup(EngineDead, flatten_subgroups=True, allow_unwrapped=True):
-        async with serving() as server:
-            executor = server.executor
-            client = await server.connect()
-            executor.next_token = lambda context, index: 1 // 0
-            for _ in range(3):  # a broken executor: after some steps in a row that all fail
-                await client.send("POST", CHAT, HI)
-                assert (await client.receive()).status in (500, 503)
+        async with serving(executor=executor) as server:
+            answer = await server.ask("POST", CHAT, HI)
+            assert (answer.status, answer.json["error"]["code"]) == (503, "engine_dead")
             await server.until(lambda: False)
 
 
@@ -120,3 +119,10 @@ async def test_access_line(serving, capsys):
     for fact in ("status=200", "completion_tokens=5", "finish_reason=length", "ttft=", "client_request_id=mine"):
         assert fact in line
     assert "secret" not in line
+
+
+def test_create_app_reads_a_file(tmp_path):
+    path = tmp_path / "trio_llm.toml"
+    path.write_text("[trio_llm]\nmax_request_bytes = 77\n")
+    app = create_app(str(path))
+    assert app.settings.max_request_bytes == app.config["MAX_CONTENT_LENGTH"] == 77

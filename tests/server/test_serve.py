@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from trio_llm.config import ServerSettings
+from trio_llm.core.executor import FakeExecutor
 from trio_llm.engine.engine import open_engine
 from trio_llm.engine.simulation import FakeModel
 from trio_llm.errors import ConfigurationError, EngineDead, ModelLoadError
@@ -197,10 +198,11 @@ async def test_told_to_stop_while_loading():
     assert left == [0]
 
 
-async def test_load_failure():
+@pytest.mark.parametrize("error", [ModelLoadError("no such model"), ZeroDivisionError("no such model")])
+async def test_load_failure(error):
     @asynccontextmanager
     async def no_engine():
-        raise ModelLoadError("no such model")
+        raise error
         yield
 
     with pytest.raises(ModelLoadError, match="no such model"):
@@ -214,3 +216,18 @@ async def test_busy_port():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{port}"):
             await serve(ServerSettings(port=port))
+
+
+async def test_unix_socket(make_server, tmp_path):
+    path = tmp_path / "socket"
+    ready = trio.Event()
+    opener = partial(open_engine, FakeModel(), executor=FakeExecutor())
+    async with trio.open_nursery() as nursery:
+        settings = ServerSettings(uds=str(path))
+        nursery.start_soon(partial(serve, settings, open_engine=opener, on_ready=lambda url, app: ready.set()))
+        await ready.wait()
+        async with await trio.open_unix_socket(path) as stream:
+            await stream.send_all(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert (await stream.receive_some()).startswith(b"HTTP/1.1 200")
+        terminate()
+    assert not path.exists()

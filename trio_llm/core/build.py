@@ -7,6 +7,7 @@ from trio_llm.core.attention import SdpaBackend
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.memory import num_kv_blocks
 from trio_llm.core.model import PagedModel
+from trio_llm.core.speculation import StepCosts, speculation_for
 from trio_llm.core.torch_executor import TorchExecutor
 from trio_llm.models.loader import LoadedModel
 
@@ -32,4 +33,6 @@ def build_core(loaded: LoadedModel, settings: EngineSettings) -> EngineCore:
     )
     model.allocate(num_blocks)
     model.probe()
-    return EngineCore(TorchExecutor(model, num_blocks=num_blocks, max_model_len=max_model_len), settings)
+    executor = TorchExecutor(model, num_blocks=num_blocks, max_model_len=max_model_len)
+    costs = StepCosts.measure(executor) if settings.speculative_method != "off" else None
+    return EngineCore(executor, settings, speculation_for(settings, executor.info.vocab_size, costs))

@@ -9,6 +9,7 @@ from trio_llm.core.block_pool import BlockPool
 from trio_llm.core.executor import Executor
 from trio_llm.core.request import FinishReason, Request, Sequence
 from trio_llm.core.scheduler import Scheduler
+from trio_llm.core.speculation import Speculation, speculation_for
 from trio_llm.core.step import CoreStatistics, SamplingTask, SequenceOutput, StepPlan
 from trio_llm.errors import ContextLengthExceeded, RequestFailed
 
@@ -21,11 +22,13 @@ class EngineCore:
     Args:
         executor: runs the steps; closed with the core.
         settings: limits and the token budget.
+        speculation: who drafts; None is what the settings say.
     """
 
-    def __init__(self, executor: Executor, settings: EngineSettings) -> None:
+    def __init__(self, executor: Executor, settings: EngineSettings, speculation: Speculation | None = None) -> None:
         self.executor = executor
         info = executor.info
+        self.speculation = speculation or speculation_for(settings, info.vocab_size)
         self.max_model_len = min(info.max_model_len, settings.max_model_len or info.max_model_len)
         self.scheduler = Scheduler(
             BlockPool(info.num_blocks, info.block_size),
@@ -98,6 +101,9 @@ class EngineCore:
         Raises:
             Exception: every row failed, and the executor says that it is broken.
         """
+        if self.speculation is not None:
+            decoding, num_tokens = self.scheduler.next_step()
+            self.speculation.propose(decoding, num_tokens, self.scheduler.max_num_batched_tokens - num_tokens)
         plan = self.scheduler.schedule()
         if not plan.rows:
             return []
@@ -116,7 +122,13 @@ class EngineCore:
     def _execute(self, plan: StepPlan) -> list[SequenceOutput]:
         result = self.executor.collect(self.executor.launch(plan))
         self._num_computed_tokens += plan.num_tokens
-        return self.scheduler.update(plan, result)
+        sequences = [self.scheduler.sequence(row.sequence_id) for row in plan.rows]
+        outputs = self.scheduler.update(plan, result)
+        if self.speculation is not None:
+            for sequence in sequences:
+                if not sequence.is_finished:
+                    self.speculation.observe(sequence)
+        return outputs
 
     def _execute_row_by_row(self, plan: StepPlan) -> list[SequenceOutput]:
         outputs: list[SequenceOutput] = []
@@ -143,6 +155,8 @@ class EngineCore:
         for sequence in request.sequences:
             if sequence.is_finished:
                 self.executor.release(sequence.id)
+                if self.speculation is not None:
+                    self.speculation.release(sequence.id)
         if all(sequence.is_finished for sequence in request.sequences):
             self._requests.pop(request.id, None)
 
@@ -158,6 +172,9 @@ class EngineCore:
             num_cache_hits=self.scheduler.num_cache_hits,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
+            num_drafts=self.scheduler.num_drafts,
+            num_draft_tokens=self.scheduler.num_draft_tokens,
+            num_accepted_tokens=self.scheduler.num_accepted_tokens,
         )
 
     def check(self) -> None:

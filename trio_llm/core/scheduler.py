@@ -7,7 +7,8 @@ The order is the same everywhere: priority, then arrival, then choice.  It decid
 admitted first and, read backwards, who is preempted first, so the first of all can always
 finish and there is no deadlock.  In a step, sequences with one token to go come before
 those with a prompt to go: a long prompt cannot starve who is decoding, and since the
-budget is above the number of sequences, who is decoding cannot starve a prompt.
+budget is above the number of sequences, who is decoding cannot starve a prompt.  Drafts come
+last: they take only budget and blocks that nobody else wants in this step.
 
 Blocks are shared in two ways.  A full block can be found by its content when a sequence is
 admitted (prefix caching).  And the choices of one request share its prompt: the first
@@ -62,6 +63,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_cache_queries = 0
         self.num_cache_hits = 0
+        self.num_drafts = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
         self._sequences: dict[int, Sequence] = {}
         self._running: list[Sequence] = []
         """Sorted by order."""
@@ -126,6 +130,14 @@ class Scheduler:
         """Whether schedule() would give a row."""
         return len(self._running) > self._num_paused or self._first_waiting() is not None
 
+    def next_step(self) -> tuple[list[Sequence], int]:
+        """The running sequences that have one token to compute, and the tokens that all who run
+        have for the next step: what there is to know before drafting."""
+        ready = [sequence for sequence in self._running if not self._is_paused(sequence)]
+        pending = [sequence.num_tokens - sequence.num_computed_tokens for sequence in ready]
+        decoding = [sequence for sequence, count in zip(ready, pending, strict=True) if count == 1]
+        return decoding, min(sum(pending), self.max_num_batched_tokens)
+
     def schedule(self) -> StepPlan:
         """Choose and reserve the next step; an empty plan only when there is no work."""
         rows: dict[int, Row] = {}
@@ -167,14 +179,20 @@ class Scheduler:
         return StepPlan(tuple(rows.values()))
 
     def _with_drafts(self, row: Row, budget: int) -> Row:
-        """Drafts come last of all: they take what nobody else wanted of budget and blocks."""
+        """Drafts come last of all: they take what nobody else wanted of budget and blocks.
+
+        Every running sequence is left a block for its next token: nobody is preempted for a draft.
+        """
         sequence = self._sequences[row.sequence_id]
         if not row.sample or not sequence.draft_token_ids:
             return row
-        drafts = sequence.draft_token_ids[: self._draft_room(sequence, budget)]
+        credit = self.credit_window - (sequence.num_output_tokens - sequence.num_acknowledged)
+        # one token is sure to come, drafts or not
+        drafts = sequence.draft_token_ids[: max(0, min(budget, credit - 1, self._room(sequence) - 1))]
         missing = self.pool.blocks_for(sequence.num_tokens + len(drafts)) - len(sequence.block_table)
         if missing > 0:
-            sequence.block_table += self.pool.allocate(min(missing, self.pool.num_free_blocks)) or []
+            spare = max(0, self.pool.num_free_blocks - len(self._running))
+            sequence.block_table += self.pool.allocate(min(missing, spare)) or []
             drafts = drafts[: len(sequence.block_table) * self.pool.block_size - sequence.num_tokens]
         return attrs.evolve(
             row,
@@ -203,12 +221,13 @@ class Scheduler:
             if not row.sample:
                 self._register(sequence)
                 continue
-            # each accepted draft has its keys and values in the cache already
-            sequence.num_computed_tokens += len(sampled) - 1
+            self._count_drafts(row, len(sampled) - 1)
             self._follow(sequence)
             was_paused = self._is_paused(sequence)
             tokens, reason = self._until_end(sequence, sampled)
             sequence.token_ids += tokens
+            # each accepted draft has its keys and values in the cache already
+            sequence.num_computed_tokens += len(tokens) - 1
             self._num_paused += self._is_paused(sequence) - was_paused
             self._register(sequence)
             if reason is not None:
@@ -229,16 +248,21 @@ class Scheduler:
 
     def _until_end(self, sequence: Sequence, sampled: Iterable[int]) -> tuple[list[int], FinishReason | None]:
         request = sequence.request
-        room = min(request.params.max_tokens or self.max_model_len, self.max_model_len - len(request.prompt_token_ids))
+        room = self._room(sequence)
         tokens: list[int] = []
         for token in sampled:
             tokens.append(token)
             may_end = sequence.num_output_tokens + len(tokens) > request.params.min_tokens
             if may_end and (token in request.eos_token_ids or token in request.params.stop_token_ids):
                 return tokens, FinishReason.STOP
-            if sequence.num_output_tokens + len(tokens) >= room:
+            if len(tokens) >= room:
                 return tokens, FinishReason.LENGTH
         return tokens, None
+
+    def _room(self, sequence: Sequence) -> int:
+        """Tokens that the sequence may still get."""
+        limit = sequence.request.params.max_tokens or self.max_model_len
+        return min(limit - sequence.num_output_tokens, self.max_model_len - sequence.num_tokens)
 
     def _reserve(self, sequence: Sequence, budget: int, block_copies: tuple[tuple[int, int], ...] = ()) -> Row | None:
         """A row of at most `budget` tokens with its blocks allocated, or None if there are none."""
@@ -269,10 +293,10 @@ class Scheduler:
         request = sequence.request
         return request.params.prompt_logprobs is not None and request.leader is sequence
 
-    def _draft_room(self, sequence: Sequence, budget: int) -> int:
-        """Drafts a row may carry: within budget, credit and context, one token being sure to come."""
-        credit = self.credit_window - (sequence.num_output_tokens - sequence.num_acknowledged)
-        return max(0, min(budget, credit - 1, self.max_model_len - sequence.num_tokens - 1))
+    def _count_drafts(self, row: Row, num_accepted: int) -> None:
+        self.num_drafts += row.num_drafts > 0
+        self.num_draft_tokens += row.num_drafts
+        self.num_accepted_tokens += num_accepted
 
     def _first_waiting(self) -> Sequence | None:
         while self._waiting and self._waiting[0][-1].status is Status.FINISHED:

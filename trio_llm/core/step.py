@@ -126,6 +126,12 @@ class CoreStatistics:
     num_steps: int = 0
     num_computed_tokens: int = 0
     """Tokens that went through the model."""
+    num_drafts: int = 0
+    """Times that a sequence had tokens drafted, to be verified in one step."""
+    num_draft_tokens: int = 0
+    """Tokens drafted."""
+    num_accepted_tokens: int = 0
+    """Of these, tokens that were right."""
 
     @property
     def kv_cache_usage(self) -> float:

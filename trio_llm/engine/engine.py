@@ -158,6 +158,7 @@ class Engine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str = "",
         **fields: Any,
     ) -> Generation:
         """A request, which starts when the Generation is entered with `async with`.
@@ -167,13 +168,15 @@ class Engine:
             params: how to sample and when to end; `fields` replace single fields of it.
             request_id: unique among those in flight; by default a random one.
             priority: lower runs first.
+            cache_salt: only requests with the same salt share KV blocks; without sharing
+                nobody can tell from the time to a first token what another has asked.
 
         Raises:
             InvalidRequest: a parameter is out of its range.
         """
         params = attrs.evolve(params or SamplingParams(), **fields)
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
-        return Generation(self, prompt, params, request_id=request_id, priority=priority)
+        return Generation(self, prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
 
     def abort(self, request_id: str) -> bool:
         """End a request as `Generation.abort` does; False if none of that id is in flight."""
@@ -268,8 +271,19 @@ class Engine:
         self._by_core_id[core_id] = generation
         self._num_choices += params.n
         eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
-        request = Request(core_id, prompt_token_ids, params, eos_token_ids, generation.priority, bad_words=bad_words)
-        self._post(Add(request))
+        self._post(
+            Add(
+                Request(
+                    core_id,
+                    prompt_token_ids,
+                    params,
+                    eos_token_ids,
+                    generation.priority,
+                    generation.cache_salt,
+                    bad_words,
+                )
+            )
+        )
 
     def _decoder_for(self, params: SamplingParams) -> TokenDecoder:
         if params.skip_special_tokens:

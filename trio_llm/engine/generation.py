@@ -53,6 +53,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    """Of the prompt: tokens whose KV blocks were found in the prefix cache."""
 
     @property
     def total_tokens(self) -> int:
@@ -167,10 +168,18 @@ class Generation:
     """
 
     def __init__(
-        self, engine: Engine, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int,
+        cache_salt: str,
     ) -> None:
         self.request_id = request_id
         self.priority = priority
+        self.cache_salt = cache_salt
         self.prompt_token_ids: list[int] = []
         """Known once the block is entered."""
         self.params = params
@@ -186,6 +195,7 @@ class Generation:
         self._send: trio.MemorySendChannel[Delta] | None = None
         self._receive: trio.MemoryReceiveChannel[Delta] | None = None
         self._admitted_at = 0.0
+        self._cached_tokens = 0
         self._has_token = False
         self._full_since: float | None = None
         """When the reader last moved, while some choice's window is full."""
@@ -280,7 +290,8 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Tokens of the prompt and of all choices so far."""
-        return Usage(len(self.prompt_token_ids), sum(len(choice.token_ids) for choice in self.choices))
+        completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
+        return Usage(len(self.prompt_token_ids), completion_tokens, self._cached_tokens)
 
     # --- for the engine ---
 
@@ -310,6 +321,7 @@ class Generation:
         except Exception:
             counters.wasted_tokens += len(output.token_ids)
             raise
+        self._cached_tokens = output.num_cached_tokens
         num_kept = len(delta.token_ids)
         counters.wasted_tokens += len(output.token_ids) - num_kept
         counters.generation_tokens += num_kept

@@ -11,7 +11,6 @@ from typing import Any, cast
 import structlog
 import trio
 from quart import current_app, request
-from quart.wrappers import Request
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
 
@@ -23,6 +22,8 @@ from trio_llm.server.exchange import Exchange
 from trio_llm.server.lifecycle import Lifecycle, OpenEngine
 from trio_llm.server.metrics import Metrics
 
+logger = structlog.get_logger(__name__)
+
 _SCOPE_KEY = "trio_llm.exchange"
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _NOT_TRIO = "trio_llm runs under Trio: start it with `hypercorn -k trio`"
@@ -31,21 +32,35 @@ _NOT_TRIO = "trio_llm runs under Trio: start it with `hypercorn -k trio`"
 class _HTTPConnection(TrioASGIHTTPConnection):
     """One request: holds its Exchange open around everything that handles and answers it.
 
-    It also mends what quart-trio does with the http.disconnect that follows every finished response:
-    to cancel then would cut the connection's own recycling short, so that no idle connection could be
-    reused or closed properly.
+    It stands between server and framework, where only messages of ASGI pass, and minds two of them:
+
+    * A disconnect reaches the engine first, synchronously: the handler may be stuck in a write that
+      does not feel its cancellation.
+    * The disconnect that follows every finished response is kept from quart-trio, which would cancel
+      the nursery in which the connection is being recycled just then: no idle connection could be
+      closed properly, and `Connection: close` would not be honoured.
     """
 
     app: App
-    _exchange: Exchange
-    _finished = False
 
     async def __call__(self, receive: Any, send: Any) -> None:
-        exchange = self._exchange = Exchange(self.scope["method"], self.scope["path"])
+        exchange = Exchange(self.scope["method"], self.scope["path"])
         exchange.echoed_id = _client_request_id(self.scope["headers"]) or exchange.request_id
         cast(dict[str, Any], self.scope)[_SCOPE_KEY] = exchange
+        finished = gone = False
 
-        async def tracked(message: Any) -> None:
+        async def watched_receive() -> Any:
+            nonlocal gone
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                if finished:
+                    await trio.sleep_forever()  # until the handler returns
+                gone = True
+                exchange.abandon()
+            return message
+
+        async def watched_send(message: Any) -> None:
+            nonlocal finished
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 headers = [*message["headers"], (b"x-request-id", exchange.echoed_id.encode())]
@@ -53,26 +68,19 @@ class _HTTPConnection(TrioASGIHTTPConnection):
                     headers.append((b"connection", b"close"))
                 message = {**message, "headers": headers}
             elif message["type"] == "http.response.body" and not message.get("more_body", False):
-                self._finished = True
+                finished = True
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=exchange.request_id), self.app.holding(exchange):
             try:
-                await super().__call__(receive, tracked)
+                async with exchange:
+                    await super().__call__(watched_receive, watched_send)
+            except Exception:
+                if not gone:
+                    raise
+                logger.debug("an error after the client was gone", exc_info=True)
             finally:
-                logs.access(exchange, finished=self._finished)
-
-    async def handle_messages(self, nursery: trio.Nursery, request: Request, receive: Any) -> None:  # type: ignore[override]
-        await super(TrioASGIHTTPConnection, self).handle_messages(request, receive)
-        if not self._finished:
-            # first the engine, synchronously: the handler may be stuck in a write that
-            # does not feel its cancellation
-            self._exchange.abandon()
-            nursery.cancel_scope.cancel(reason="the client is gone")
-
-    async def handle_request(self, nursery: trio.Nursery, request: Request, send: Any) -> None:  # type: ignore[override]
-        async with self._exchange:
-            await super().handle_request(nursery, request, send)
+                logs.access(exchange, finished=finished)
 
 
 def _client_request_id(headers: Any) -> str | None:

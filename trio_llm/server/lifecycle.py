@@ -11,7 +11,7 @@ import trio
 
 from trio_llm.engine.engine import Engine
 from trio_llm.engine.registry import Registry
-from trio_llm.errors import EngineDead, ShuttingDown, TrioLLMError
+from trio_llm.errors import EngineDead, ModelLoadError, ShuttingDown, TrioLLMError
 from trio_llm.server.openai.error_bodies import NotReady
 
 logger = structlog.get_logger(__name__)
@@ -79,8 +79,12 @@ class Lifecycle:
         except* Exception as group:
             error = root_error(group)
             if not isinstance(error, TrioLLMError):
-                logger.exception("the engine failed", exc_info=error)
-                error = EngineDead(f"the engine failed: {type(error).__name__}: {error}")
+                logger.error("the engine failed", exc_info=error)
+                what = f"{type(error).__name__}: {error}"
+                if self.opened.is_set():
+                    error = EngineDead(f"the engine failed: {what}")
+                else:
+                    error = ModelLoadError(f"the model could not be loaded: {what}")
             self.failure = error
             self.failed.set()
         finally:

@@ -98,6 +98,17 @@ class Metrics(Collector):
         waiting = GaugeMetricFamily(PREFIX + "num_requests_waiting", "Sequences that wait.", labels=[_LABEL])
         usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "KV blocks in use, 0 to 1.", labels=[_LABEL])
         preemptions = CounterMetricFamily(PREFIX + "num_preemptions", "Preemptions.", labels=[_LABEL])
+        queries = CounterMetricFamily(
+            PREFIX + "prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", labels=[_LABEL]
+        )
+        hits = CounterMetricFamily(
+            PREFIX + "prefix_cache_hits", "Prompt tokens found in the prefix cache.", labels=[_LABEL]
+        )
+        drafts = CounterMetricFamily(PREFIX + "spec_decode_num_drafts", "Rows that carried drafts.", labels=[_LABEL])
+        drafted = CounterMetricFamily(PREFIX + "spec_decode_num_draft_tokens", "Tokens drafted.", labels=[_LABEL])
+        agreed = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens", "Drafted tokens that were right.", labels=[_LABEL]
+        )
         prompt = CounterMetricFamily(PREFIX + "prompt_tokens", "Prompt tokens.", labels=[_LABEL])
         generation = CounterMetricFamily(PREFIX + "generation_tokens", "Tokens generated.", labels=[_LABEL])
         wasted = CounterMetricFamily(
@@ -114,9 +125,15 @@ class Metrics(Collector):
             waiting.add_metric(labels, core.num_waiting)
             usage.add_metric(labels, core.kv_cache_usage)
             preemptions.add_metric(labels, core.num_preemptions)
+            queries.add_metric(labels, core.num_cache_queries)
+            hits.add_metric(labels, core.num_cache_hits)
+            drafts.add_metric(labels, core.num_drafts)
+            drafted.add_metric(labels, core.num_draft_tokens)
+            agreed.add_metric(labels, core.num_accepted_tokens)
             prompt.add_metric(labels, statistics.prompt_tokens)
             generation.add_metric(labels, statistics.generation_tokens)
             wasted.add_metric(labels, statistics.wasted_tokens)
             for reason, count in statistics.finished.items():
                 success.add_metric([*labels, reason], count)
-        yield from (running, waiting, usage, preemptions, prompt, generation, wasted, success)
+        yield from (running, waiting, usage, preemptions, queries, hits, drafts, drafted, agreed)
+        yield from (prompt, generation, wasted, success)

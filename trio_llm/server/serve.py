@@ -101,7 +101,7 @@ async def serve(
                 leave(0)
         listening.cancel_scope.cancel(reason="all is closed")
     if settings.uds is not None:
-        Path(settings.uds).unlink(missing_ok=True)
+        await trio.Path(settings.uds).unlink(missing_ok=True)
     if lifecycle.failure is not None:
         raise lifecycle.failure
     logger.info("drained")

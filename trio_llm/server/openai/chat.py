@@ -37,7 +37,7 @@ async def chat_completions() -> Response:
     with fields_called(_names(body)):
         params = sampling_params(body, limit, app.settings)
         messages = [_message(message) for message in body.messages]
-        identity = await start(exchange, engine, messages, params, model=body.model, prefix="chatcmpl-")
+        identity = await start(exchange, engine, messages, params, body, prefix="chatcmpl-")
         if body.stream:
             assert exchange.generation is not None
             with_usage = body.stream_options is not None and body.stream_options.include_usage

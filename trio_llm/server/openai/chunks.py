@@ -9,7 +9,7 @@ import attrs
 import orjson
 
 from trio_llm.engine.generation import Generation
-from trio_llm.server.openai.wire import ChunkChoice, TextChoice, UsageBody, to_wire
+from trio_llm.server.openai.wire import ChunkChoice, PromptTokensDetails, TextChoice, UsageBody, to_wire
 
 DONE = b"data: [DONE]\n\n"
 _MARK = "\N{WHITE SQUARE}"
@@ -38,6 +38,7 @@ def usage_of(generation: Generation) -> UsageBody:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.total_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
     )
 
 

@@ -25,7 +25,7 @@ async def completions() -> Response:
     engine = app.engine_for(body.model)
     prompt = _only_prompt(body)
     params = sampling_params(body, body.max_tokens, app.settings)
-    identity = await start(exchange, engine, prompt, params, model=body.model, prefix="cmpl-")
+    identity = await start(exchange, engine, prompt, params, body, prefix="cmpl-")
     if body.stream:
         assert exchange.generation is not None
         with_usage = body.stream_options is not None and body.stream_options.include_usage

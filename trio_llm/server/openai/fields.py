@@ -48,7 +48,7 @@ def refused(**neutral: tuple[Any, ...]) -> dict[str, Field]:
 
 _SAMPLING = {
     **supported("n", "stop", "seed", "temperature", "top_p", "top_k", "min_p", "max_tokens"),
-    **supported("stop_token_ids", "ignore_eos", "stream", "stream_options"),
+    **supported("stop_token_ids", "ignore_eos", "stream", "stream_options", "priority", "cache_salt"),
     **accepted(user=str),
     **refused(
         presence_penalty=(0,),
@@ -62,8 +62,6 @@ _SAMPLING = {
         prompt_logprobs=(0,),
         include_stop_str_in_output=(False,),
         skip_special_tokens=(True,),
-        priority=(0,),
-        cache_salt=(),
         return_token_ids=(False,),
         structured_outputs=({},),
     ),

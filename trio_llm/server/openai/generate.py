@@ -46,16 +46,19 @@ def sampling_params(fields: GenerationFields, max_tokens: int | None, settings: 
 
 
 async def start(
-    exchange: Exchange, engine: Engine, prompt: Prompt, params: SamplingParams, *, model: str, prefix: str
+    exchange: Exchange, engine: Engine, prompt: Prompt, params: SamplingParams, fields: GenerationFields, *, prefix: str
 ) -> Identity:
     """Enter the request's generation, which its exchange owns from then on.
 
     Raises:
         TrioLLMError: the engine refuses it.
     """
-    exchange.model = model
-    await exchange.enter(engine.generate(prompt, params, request_id=exchange.request_id))
-    return Identity(id=prefix + exchange.request_id, model=model, created=int(time.time()))
+    exchange.model = fields.model
+    generation = engine.generate(
+        prompt, params, request_id=exchange.request_id, priority=fields.priority, cache_salt=fields.cache_salt
+    )
+    await exchange.enter(generation)
+    return Identity(id=prefix + exchange.request_id, model=fields.model, created=int(time.time()))
 
 
 async def finish(exchange: Exchange) -> Generation:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import attrs
 import cattrs
 import orjson
 import structlog
+import trio
 from cattrs.cols import list_structure_factory
 from cattrs.errors import (
     AttributeValidationNote,
@@ -17,6 +19,7 @@ from cattrs.errors import (
 )
 from cattrs.gen import make_dict_structure_fn
 from quart import Request
+from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout
 
 from trio_llm.errors import InvalidRequest, UnsupportedParameter
 from trio_llm.server.openai import fields, wire
@@ -45,14 +48,26 @@ async def read_json(request: Request) -> dict[str, Any]:
     mimetype = request.mimetype
     if mimetype and mimetype != "application/json" and not mimetype.endswith("+json"):
         raise UnsupportedMediaType(f"the Content-Type must be application/json, not {mimetype[:_MAX_SHOWN]}")
-    body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
     try:
-        document = orjson.loads(body)
+        document = orjson.loads(await _read_body(request))
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(document, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
     return document
+
+
+async def _read_body(request: Request) -> bytes:
+    """The body, piece by piece: Quart itself would only look at the size of one that is whole."""
+    limit, timeout = request.max_content_length, request.body_timeout
+    body = bytearray()
+    with trio.move_on_after(math.inf if timeout is None else timeout):
+        async for piece in request.body:
+            body += piece
+            if limit is not None and len(body) > limit:
+                raise RequestEntityTooLarge
+        return bytes(body)
+    raise RequestTimeout
 
 
 def parse_chat(document: dict[str, Any], *, lenient: bool) -> wire.ChatCompletionRequest:

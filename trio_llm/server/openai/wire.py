@@ -45,6 +45,8 @@ class GenerationFields:
     top_k: int | None = None
     min_p: float | None = None
     ignore_eos: bool = False
+    priority: int = 0
+    cache_salt: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
 

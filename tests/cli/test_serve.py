@@ -1,0 +1,75 @@
+"""What `trio-llm serve` adds to serve()."""
+
+from __future__ import annotations
+
+import faulthandler
+
+import pytest
+import trio
+
+from trio_llm.cli import serve
+from trio_llm.config import ServerSettings
+from trio_llm.errors import ConfigurationError, EngineDead, ModelLoadError
+
+
+async def test_the_interpreter_is_told_that_it_lives(monkeypatch, autojump_clock):
+    calls = []
+
+    def arm(limit, **options):
+        calls.append((limit, options))
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", arm)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: calls.append("cancelled"))
+    with trio.move_on_after(3 * serve.HEARTBEAT - 1):
+        await serve._beat(120)
+    assert calls == [(120, {"exit": True})] * 3 + ["cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ModelLoadError("no model"), 1),
+        (ConfigurationError("no port"), 1),
+        (ExceptionGroup("", [ValueError(), ModelLoadError("no model")]), 1),
+        (KeyboardInterrupt(), 1),
+    ],
+)
+def test_exit_codes(monkeypatch, error, code):
+    lines = []
+
+    def run(*_):
+        raise error
+
+    monkeypatch.setattr(trio, "run", run)
+    monkeypatch.setattr(serve.logs, "configure", lambda settings: None)
+    monkeypatch.setattr(serve, "_fetch", lambda model: None)
+    assert serve.run(ServerSettings(), complain=lines.append) == code
+    assert len(lines) == 1
+
+
+def test_a_dead_engine_leaves_without_waiting(monkeypatch):
+    left = []
+
+    def run(*_):
+        raise EngineDead("it hangs")
+
+    def leave(code):
+        left.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(trio, "run", run)
+    monkeypatch.setattr(serve.os, "_exit", leave)
+    monkeypatch.setattr(serve.logs, "configure", lambda settings: None)
+    monkeypatch.setattr(serve, "_fetch", lambda model: None)
+    with pytest.raises(SystemExit):
+        serve.run(ServerSettings(), complain=lambda line: None)
+    assert left == [3]
+
+
+def test_process_settings(monkeypatch):
+    seen = []
+    monkeypatch.setattr(serve.sys, "setswitchinterval", seen.append)
+    serve._set_process(ServerSettings())
+    assert seen == []
+    serve._set_process(ServerSettings(switch_interval=0.001))
+    assert seen == [0.001]
