@@ -25,7 +25,8 @@ from collections.abc import Iterable
 
 import attrs
 
-from trio_llm.core.block_pool import BlockHash, BlockPool, block_hash, root_hash
+from trio_llm.core.block_pool import BlockPool
+from trio_llm.core.prefix_cache import PrefixCache
 from trio_llm.core.request import FinishReason, Request, Sequence, Status
 from trio_llm.core.step import Row, SequenceOutput, StepPlan, StepResult
 
@@ -59,10 +60,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.credit_window = credit_window
-        self.prefix_caching = prefix_caching
+        self.prefix_cache = PrefixCache(pool, enabled=prefix_caching)
         self.num_preemptions = 0
-        self.num_cache_queries = 0
-        self.num_cache_hits = 0
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
@@ -219,7 +218,7 @@ class Scheduler:
                 # after a preemption it starts again
                 sequence.request.prompt_logprobs[row.start :] = result.prompt_logprobs[sequence.id]
             if not row.sample:
-                self._register(sequence)
+                self.prefix_cache.offer(sequence)
                 continue
             self._count_drafts(row, len(sampled) - 1)
             self._follow(sequence)
@@ -229,7 +228,7 @@ class Scheduler:
             # each accepted draft has its keys and values in the cache already
             sequence.num_computed_tokens += len(tokens) - 1
             self._num_paused += self._is_paused(sequence) - was_paused
-            self._register(sequence)
+            self.prefix_cache.offer(sequence)
             if reason is not None:
                 self.finish(sequence)
             request = sequence.request
@@ -329,7 +328,7 @@ class Scheduler:
         newcomer.block_table = shared
         newcomer.num_hashed_blocks = len(shared)
         newcomer.num_computed_tokens = len(shared) * self.pool.block_size
-        self._count_hits(newcomer)
+        self.prefix_cache.count(newcomer)
         bisect.insort(self._running, newcomer, key=lambda other: other.order)
         newcomer.fork_of = None
         if source is None:
@@ -350,35 +349,9 @@ class Scheduler:
         # the leader may have been preempted meanwhile, and be on its way again
         if leader is not None and leader.num_computed_tokens >= newcomer.num_tokens - 1:
             return leader.block_table[:num_full], leader.block_table[num_full] if rest else None
-        if not self.prefix_caching or self._scores(newcomer):
+        if self._scores(newcomer):
             return [], None  # what is found is not computed, and has no logits
-        return self.pool.lookup(self._hashes(newcomer, num_full)), None
-
-    def _count_hits(self, newcomer: Sequence) -> None:
-        if newcomer.request.num_cached_tokens is None:
-            newcomer.request.num_cached_tokens = newcomer.num_computed_tokens
-            self.num_cache_queries += newcomer.num_tokens
-            self.num_cache_hits += newcomer.num_computed_tokens
-
-    def _hashes(self, sequence: Sequence, count: int) -> list[BlockHash]:
-        """Hashes of the first `count` blocks, each made once."""
-        hashes, size = sequence.block_hashes, self.pool.block_size
-        while len(hashes) < count:
-            start = len(hashes) * size
-            parent = hashes[-1] if hashes else root_hash(sequence.request.cache_salt)
-            hashes.append(block_hash(parent, sequence.token_ids[start : start + size]))
-        return hashes[:count]
-
-    def _register(self, sequence: Sequence) -> None:
-        """Let the blocks that have become full be found by their content."""
-        if not self.prefix_caching:
-            return
-        num_full = sequence.num_computed_tokens // self.pool.block_size
-        if num_full > sequence.num_hashed_blocks:
-            hashes = self._hashes(sequence, num_full)
-            for position in range(sequence.num_hashed_blocks, num_full):
-                self.pool.register(sequence.block_table[position], hashes[position])
-            sequence.num_hashed_blocks = num_full
+        return self.prefix_cache.find(newcomer, num_full), None
 
     def _lead(self, request: Request) -> None:
         """Have the first choice that is left compute the prompt for those that follow."""
