@@ -57,6 +57,8 @@ class Scheduler:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_step_tokens = max_num_batched_tokens
+        """The budget of the next step: less than the above while memory is short."""
         self.max_model_len = max_model_len
         self.credit_window = credit_window
         self.prefix_caching = prefix_caching
@@ -136,19 +138,21 @@ class Scheduler:
         ready = [sequence for sequence in self._running if not self._is_paused(sequence)]
         pending = [sequence.num_tokens - sequence.num_computed_tokens for sequence in ready]
         decoding = [sequence for sequence, count in zip(ready, pending, strict=True) if count == 1]
-        return decoding, min(sum(pending), self.max_num_batched_tokens)
+        return decoding, min(sum(pending), self.max_step_tokens)
 
     def schedule(self) -> StepPlan:
         """Choose and reserve the next step; an empty plan only when there is no work."""
         rows: dict[int, Row] = {}
-        budget = self.max_num_batched_tokens
+        budget = self.max_step_tokens
+        # the budget is above the rows, so that a prompt gets something beside any number who decode
+        max_rows = max(1, min(self.max_num_seqs, budget - 1))
         num_preemptions = self.num_preemptions
 
         ready = [sequence for sequence in self._running if not self._is_paused(sequence)]
         prefilling = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens > 1]
         decoding = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens == 1]
-        for sequence in decoding[: self.max_num_seqs - bool(prefilling)] + prefilling:
-            if budget == 0 or len(rows) == self.max_num_seqs:
+        for sequence in decoding[: max_rows - bool(prefilling)] + prefilling:
+            if budget == 0 or len(rows) == max_rows:
                 break
             while sequence.status is Status.RUNNING:
                 row = self._reserve(sequence, budget)
@@ -162,7 +166,7 @@ class Scheduler:
                 self._preempt(victim)
 
         may_admit = self.num_preemptions == num_preemptions
-        while may_admit and budget > 0 and len(rows) < self.max_num_seqs:
+        while may_admit and budget > 0 and len(rows) < max_rows:
             newcomer = self._first_waiting()
             if newcomer is None:
                 break
@@ -204,13 +208,14 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Commit a step that was executed; gives what is new for each sequence that sampled.
 
-        A sequence that came to its natural end is finished here.
+        A sequence that came to its natural end is finished here; of a row that failed nothing is committed.
         """
-        assert [bool(tokens) for tokens in result.token_ids] == [row.sample for row in plan.rows], (
-            "not the plan's result"
-        )
+        wanted = [row.sample and place not in result.failures for place, row in enumerate(plan.rows)]
+        assert [bool(tokens) for tokens in result.token_ids] == wanted, "not the plan's result"
         outputs = []
-        for row, sampled in zip(plan.rows, result.token_ids, strict=True):
+        for place, (row, sampled) in enumerate(zip(plan.rows, result.token_ids, strict=True)):
+            if place in result.failures:
+                continue
             sequence = self._sequences[row.sequence_id]
             sequence.num_blocks_sent = row.num_prior_blocks + len(row.new_blocks)
             sequence.draft_token_ids = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 
 from trio_llm.core.request import FinishReason
@@ -52,6 +54,9 @@ class StepResult:
     sampled (none where the row wanted none; one more than the accepted drafts where it did)."""
 
     token_ids: tuple[tuple[int, ...], ...]
+    failures: Mapping[int, Exception] = attrs.field(factory=dict, kw_only=True)
+    """Rows, by their place in the plan, that failed by themselves while the others went well:
+    logits that are not finite, say.  Such a row has no tokens."""
 
 
 @attrs.frozen
@@ -90,6 +95,10 @@ class CoreStatistics:
     """Tokens drafted."""
     num_accepted_tokens: int = 0
     """Of these, tokens that were right."""
+    num_failed_steps: int = 0
+    """Steps that raised and were run again in parts."""
+    num_out_of_memory: int = 0
+    """Of these, steps in which memory ran out."""
 
     @property
     def kv_cache_usage(self) -> float:
