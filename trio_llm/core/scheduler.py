@@ -29,6 +29,9 @@ from trio_llm.core.block_pool import BlockHash, BlockPool, block_hash, root_hash
 from trio_llm.core.request import FinishReason, Request, Sequence, Status
 from trio_llm.core.step import Row, SequenceOutput, StepPlan, StepResult
 
+COMPACT_ABOVE = 16
+"""Finished sequences that may stay in the queue, beside as many as wait."""
+
 
 class Scheduler:
     """Token-budget scheduling with continuous batching, chunked prefill and preemption.
@@ -117,6 +120,7 @@ class Scheduler:
         del self._sequences[sequence.id]
         if sequence.request.leader is sequence:
             self._lead(sequence.request)
+        self._compact()
 
     def acknowledge(self, sequence: Sequence, num_tokens: int) -> None:
         """The reader took `num_tokens` more output tokens."""
@@ -151,7 +155,9 @@ class Scheduler:
         ready = [sequence for sequence in self._running if not self._is_paused(sequence)]
         prefilling = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens > 1]
         decoding = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens == 1]
-        for sequence in decoding[: max_rows - bool(prefilling)] + prefilling:
+        # a row is kept for a prompt; the only row there is goes to the first of all, whatever it does
+        candidates = decoding[: max_rows - bool(prefilling)] + prefilling if max_rows > 1 else ready[:1]
+        for sequence in candidates:
             if budget == 0 or len(rows) == max_rows:
                 break
             while sequence.status is Status.RUNNING:
@@ -295,6 +301,12 @@ class Scheduler:
         while self._waiting and self._waiting[0][-1].status is Status.FINISHED:
             heapq.heappop(self._waiting)
         return self._waiting[0][-1] if self._waiting else None
+
+    def _compact(self) -> None:
+        """Forget finished sequences once they are most of the heap: who waits long would keep them, and their prompts."""
+        if len(self._waiting) > 2 * self.num_waiting + COMPACT_ABOVE:
+            self._waiting = [entry for entry in self._waiting if entry[-1].status is not Status.FINISHED]
+            heapq.heapify(self._waiting)
 
     def _admit(self, newcomer: Sequence) -> tuple[tuple[int, int], ...] | None:
         """Let the first of the waiting run, with all blocks that it can share.

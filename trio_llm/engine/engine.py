@@ -135,6 +135,8 @@ class Engine:
         self._serials = itertools.count()
         self._num_choices = 0
         """In flight."""
+        self._num_queued_tokens = 0
+        """Prompt tokens of those that wait for their first token."""
         self._settling: set[trio.Event] = set()
         self._loaded = trio.Event()
         self._load_error: BaseException | None = None
@@ -257,6 +259,10 @@ class Engine:
             raise InvalidRequest(f"n is {params.n}, but the engine holds at most {limit} choices", field="n")
         if self._num_choices + params.n > limit:
             raise QueueFull(f"the engine holds {self._num_choices} of at most {limit} choices", limit=limit)
+        queued, limit = self._num_queued_tokens, self.settings.max_num_queued_tokens
+        # an empty queue takes any prompt, or one above the limit could never be served
+        if queued and queued + len(prompt_token_ids) > limit:
+            raise QueueFull(f"{queued} prompt tokens are queued, of at most {limit}", limit=limit)
         params = params.resolved(
             self.defaults, max_tokens=self.max_model_len - len(prompt_token_ids), seed=secrets.randbits(64)
         )
@@ -265,6 +271,8 @@ class Engine:
         generation._begin(core_id, prompt_token_ids, params)
         self._by_core_id[core_id] = generation
         self._num_choices += params.n
+        self._num_queued_tokens += len(prompt_token_ids)
+        self._counters.admitted += 1
         eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
         self._post(
             Add(Request(core_id, prompt_token_ids, params, eos_token_ids, generation.priority, generation.cache_salt))
@@ -275,6 +283,9 @@ class Engine:
 
     def _choices_ended(self, count: int) -> None:
         self._num_choices -= count
+
+    def _left_queue(self, prompt_tokens: int) -> None:
+        self._num_queued_tokens -= prompt_tokens
 
     # --- the worker's end of it ---
 

@@ -321,6 +321,7 @@ class Generation:
         counters = self._engine._counters
         if not self._has_token:
             self._has_token = True
+            self._engine._left_queue(len(self.prompt_token_ids))
             counters.first_token(now - self._admitted_at, len(self.prompt_token_ids))
         elif track.last_output is not None:
             counters.inter_token(now - track.last_output)
@@ -374,6 +375,8 @@ class Generation:
         self._send.close()
         self._engine._release(self)
         if self.core_id:
+            if not self._has_token:
+                self._engine._left_queue(len(self.prompt_token_ids))
             self._engine._counters.request_finished(
                 self._overall_reason(), len(self.prompt_token_ids), self.usage.completion_tokens
             )

@@ -38,6 +38,8 @@ class Statistics:
     """As of the last step."""
     num_requests: int
     """In flight: entered and not ended."""
+    admitted: int
+    """Requests that were let in: those that ended and those that have not."""
     prompt_tokens: int
     """Of requests that gave a token."""
     generation_tokens: int
@@ -52,6 +54,7 @@ class Statistics:
 class Counters:
     """The running counters behind Statistics; each event is counted here and nowhere else."""
 
+    admitted: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     wasted_tokens: int = 0
@@ -85,6 +88,7 @@ class Counters:
         return Statistics(
             core=core,
             num_requests=num_requests,
+            admitted=self.admitted,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
             wasted_tokens=self.wasted_tokens,
