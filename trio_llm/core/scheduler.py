@@ -150,7 +150,7 @@ class Scheduler:
         budget = self.max_step_tokens
         # the budget is above the rows, so that a prompt gets something beside any number who decode
         max_rows = max(1, min(self.max_num_seqs, budget - 1))
-        num_preemptions = self.num_preemptions
+        may_admit = True
 
         ready = [sequence for sequence in self._running if not self._is_paused(sequence)]
         prefilling = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens > 1]
@@ -167,11 +167,12 @@ class Scheduler:
                     budget -= len(row.token_ids)
                     break
                 victim = self._victim()
+                # to take from a paused one costs nobody a turn: whether it is there changes nothing for the others
+                may_admit = may_admit and self._is_paused(victim)
                 lost = rows.pop(victim.id, None)
                 budget += len(lost.token_ids) if lost else 0
                 self._preempt(victim)
 
-        may_admit = self.num_preemptions == num_preemptions
         while may_admit and budget > 0 and len(rows) < max_rows:
             newcomer = self._first_waiting()
             if newcomer is None:
