@@ -54,6 +54,8 @@ class EngineSettings:
     """Bytes of KV memory; None is min(half of what the process may use, what can be needed)."""
     max_num_queued_reqs: int = 1024
     """Requests that may be in flight beyond max_num_seqs before QueueFull."""
+    max_num_queued_tokens: int = 2**20
+    """Prompt tokens that may wait for their first output before QueueFull; a prompt that waits alone may be longer."""
     credit_window: int = 256
     """Tokens that a sequence may run ahead of its reader."""
     stall_timeout: float = 120.0
@@ -74,6 +76,7 @@ class EngineSettings:
             "max_num_batched_tokens",
             "block_size",
             "kv_cache_memory",
+            "max_num_queued_tokens",
             "credit_window",
             "num_speculative_tokens",
             "prompt_lookup_min",

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 import trio
-from trio.testing import MockClock
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.engine.engine import Engine, open_engine
 from trio_llm.engine.registry import Registry
-from trio_llm.engine.simulation import FakeModel, open_simulation
+from trio_llm.engine.simulation import ByteTokenizer, FakeModel, open_simulation
 from trio_llm.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, QueueFull
 
 OpenFake = Callable[..., AbstractAsyncContextManager[Engine]]
@@ -142,3 +143,64 @@ async def test_registry() -> None:
         with pytest.raises(ModelNotFound):
             del registry["a"]
         assert registry.items() == [("b", engine)]
+
+
+class SlowTokenizer(ByteTokenizer):
+    """Tokenises nothing until it may, and notes what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = threading.Event()
+        self.seen: list[str] = []
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self.seen.append(text)
+        assert self.may.wait(30)
+        return super().encode(text, **options)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0, "the longest": 1}
+
+
+async def use(engine: Engine, prompt: str) -> None:
+    async with engine.generate(prompt, max_tokens=1) as generation:
+        async for _ in generation:
+            pass
+
+
+async def test_a_text_that_can_never_fit_is_refused_without_tokenising_it(open_fake: OpenFake) -> None:
+    tokenizer = SlowTokenizer()
+    tokenizer.may.set()
+    async with open_fake(model=FakeModel(tokenizer=tokenizer), max_model_len=100) as engine:
+        longest = 100 * len("the longest")
+        for prompt in ["x" * (longest + 1), [{"role": "user", "content": "x" * (longest + 1)}]]:
+            error = await refused(engine, prompt)
+            assert isinstance(error, ContextLengthExceeded)
+            assert error.field == "prompt"
+            assert "1101 characters" in error.message
+        assert tokenizer.seen == []
+        error = await refused(engine, "x" * longest)  # perhaps it fits: it is tokenised to see
+        assert isinstance(error, ContextLengthExceeded)
+        assert len(tokenizer.seen) == 1
+        assert engine._num_choices == 0
+
+
+async def test_who_is_being_tokenised_is_counted_and_who_leaves_before_costs_nothing(open_fake: OpenFake) -> None:
+    tokenizer = SlowTokenizer()
+    async with open_fake(model=FakeModel(tokenizer=tokenizer), max_num_seqs=1, max_num_queued_reqs=3) as engine:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(use, engine, "one")
+            nursery.start_soon(use, engine, "two")
+            await wait_all_tasks_blocked()
+            async with trio.open_nursery() as leaving:
+                leaving.start_soon(use, engine, "waits for a thread and leaves")
+                leaving.start_soon(use, engine, "so does this one")
+                await wait_all_tasks_blocked()
+                assert engine.statistics().num_waiting == 4
+                assert isinstance(await refused(engine, "one too many"), QueueFull)
+                leaving.cancel_scope.cancel()
+            assert engine.statistics().num_waiting == 2
+            tokenizer.may.set()
+        assert sorted(tokenizer.seen) == ["one", "two"]
+        assert engine._num_choices == 0
+        assert engine.statistics().num_waiting == 0

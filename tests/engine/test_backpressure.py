@@ -70,38 +70,72 @@ async def test_drain_takes_all_that_came(open_fake: OpenFake) -> None:
             assert [delta async for delta in generation] == []
 
 
-async def test_one_stalled_among_many(check_free: CheckFree, autojump_clock: trio.testing.MockClock) -> None:
-    """The others take the same steps with a stalled reader beside them and without."""
+Steps = list[list[tuple[int, int, tuple[int, ...], int, bool]]]
 
-    async def run(*, stalled: bool) -> tuple[float, list[list[int]]]:
-        results: list[list[int]] = []
 
+@pytest.mark.parametrize("max_num_seqs", [4, 16])
+@pytest.mark.parametrize(
+    ("num_stalled", "num_blocks"),
+    [
+        (1, 4096),
+        (1000, 4096),
+        # the blocks of those who stall are wanted by the others
+        (15, 30),
+    ],
+)
+async def test_the_others_are_scheduled_in_the_same_steps(
+    check_free: CheckFree,
+    autojump_clock: trio.testing.MockClock,
+    num_stalled: int,
+    num_blocks: int,
+    max_num_seqs: int,
+) -> None:
+    """The plans with stalled readers are those without, row for row, once they have stalled."""
+
+    async def run(num_stalled: int) -> tuple[Steps, int]:
         async def reader(engine: Engine, prompt: int) -> None:
-            async with engine.generate([prompt], max_tokens=40, seed=0) as generation:
+            await trio.sleep(1.37 * prompt)  # never just when a turn begins
+            async with engine.generate([prompt] * (1 + prompt), max_tokens=24 - prompt, seed=0) as generation:
                 async for _ in generation:
                     pass
-            results.append(generation.choices[0].token_ids)
+            assert generation.finish_reason == "length"
 
-        executor = FakeExecutor(ROOMY)
-        async with open_simulation(executor=executor, credit_window=4, seconds_per_turn=1) as engine:
-            began = trio.current_time()
-            sleeper = engine.generate([100])
-            if stalled:
+        executor = FakeExecutor(ExecutorInfo(num_blocks=num_blocks, block_size=4, vocab_size=128, max_model_len=128))
+        sleepers = []
+        async with open_simulation(
+            executor=executor,
+            credit_window=4,
+            stall_timeout=10_000,
+            seconds_per_turn=1,
+            enable_prefix_caching=False,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=32,
+        ) as engine:
+            for number in range(num_stalled):
+                sleepers.append(sleeper := engine.generate([100 + number % 20]))
                 await sleeper.__aenter__()
+            while any(sleeper.usage.completion_tokens < 4 for sleeper in sleepers):  # noqa: ASYNC110
+                await trio.sleep(1)
+            await trio.sleep(10)
+            num_plans = len(executor.plans)
             async with trio.open_nursery() as nursery:
                 for prompt in range(15):
                     nursery.start_soon(reader, engine, prompt)
-            seconds = trio.current_time() - began
-            if stalled:
-                assert sleeper.usage.completion_tokens == 4
+            num_preemptions = engine.statistics().core.num_preemptions
+            assert all(sleeper.usage.completion_tokens == 4 for sleeper in sleepers), "memory is bounded by the window"
+            for sleeper in sleepers:
                 await sleeper.__aexit__(None, None, None)
             await check_free(engine)
-        return seconds, sorted(results)
+        steps = [
+            sorted((row.start, *row.token_ids[:1], row.token_ids, row.output_index, row.sample) for row in plan.rows)
+            for plan in executor.plans[num_plans:]
+        ]
+        return steps, num_preemptions
 
-    seconds, results = await run(stalled=False)
-    seconds_beside, results_beside = await run(stalled=True)
-    assert results == results_beside
-    assert seconds == seconds_beside
+    alone, num_preempted_alone = await run(0)
+    beside, num_preempted = await run(num_stalled)
+    assert alone == beside
+    assert (num_preempted > num_preempted_alone) == (num_blocks == 30)
 
 
 async def test_stall_limit(check_free: CheckFree, autojump_clock: trio.testing.MockClock) -> None:

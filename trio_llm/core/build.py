@@ -9,6 +9,7 @@ from trio_llm.core.memory import num_kv_blocks
 from trio_llm.core.model import PagedModel
 from trio_llm.core.speculation import StepCosts, speculation_for
 from trio_llm.core.torch_executor import TorchExecutor
+from trio_llm.errors import ConfigurationError
 from trio_llm.models.loader import LoadedModel
 
 
@@ -17,12 +18,17 @@ def build_core(loaded: LoadedModel, settings: EngineSettings) -> EngineCore:
 
     Raises:
         ModelNotSupported: the architecture cannot run through paged attention, or runs wrongly.
-        ConfigurationError: the KV memory is too small.
+        ConfigurationError: the KV memory is too small, or max_model_len above the model's own.
     """
     device = loaded.model.device
     backend = SdpaBackend(device, settings.block_size or 16)
     model = PagedModel(loaded.model, backend)
-    max_model_len = min(loaded.max_model_len, settings.max_model_len or loaded.max_model_len)
+    max_model_len = settings.max_model_len or loaded.max_model_len
+    if max_model_len > loaded.max_model_len:
+        raise ConfigurationError(
+            f"max_model_len is {max_model_len}, but the model's context is {loaded.max_model_len}",
+            field="max_model_len",
+        )
     num_blocks = num_kv_blocks(
         model.specs,
         block_size=backend.block_size,

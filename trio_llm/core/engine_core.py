@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import structlog
 
 from trio_llm.config import EngineSettings
 from trio_llm.core.block_pool import BlockPool
 from trio_llm.core.executor import Executor
+from trio_llm.core.faults import TokenLimit, first_parts, is_out_of_memory, smaller_parts
 from trio_llm.core.request import FinishReason, Request, Sequence
 from trio_llm.core.scheduler import Scheduler
 from trio_llm.core.speculation import Speculation, speculation_for
@@ -41,6 +44,9 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._num_steps = 0
         self._num_computed_tokens = 0
+        self._token_limit = TokenLimit(settings.max_num_batched_tokens)
+        self._num_failed_steps = 0
+        self._num_out_of_memory = 0
 
     @property
     def max_total_tokens(self) -> int:
@@ -96,24 +102,26 @@ class EngineCore:
     def step(self) -> list[SequenceOutput]:
         """Plan, execute and commit one step.
 
-        A step that raises is run again row by row, so that only those who cannot go on fail.
+        A step that raises is run again in parts, so that only those who cannot go on fail: row by
+        row, or in halves where memory ran out (see `faults`).
 
         Raises:
             Exception: every row failed, and the executor says that it is broken.
         """
+        self.scheduler.max_step_tokens = limit = self._token_limit.current
         if self.speculation is not None:
             decoding, num_tokens = self.scheduler.next_step()
-            self.speculation.propose(decoding, num_tokens, self.scheduler.max_num_batched_tokens - num_tokens)
+            self.speculation.propose(decoding, num_tokens, limit - num_tokens)
         plan = self.scheduler.schedule()
         if not plan.rows:
             return []
-        try:
-            outputs = self._execute(plan)
-        except Exception as error:
-            logger.warning("step failed, retrying row by row", rows=len(plan.rows), error=repr(error))
-            outputs = self._execute_row_by_row(plan)
-        else:
+        outputs, error = self._try(plan)
+        if error is None:
             self._num_steps += 1
+            self._token_limit.went_well()
+        else:
+            logger.warning("step failed, trying it in parts", rows=len(plan.rows), error=repr(error))
+            outputs = self._execute_in_parts(plan, error)
         # by request, not by output: two choices of one may end in the same step
         for request_id in {output.request_id for output in outputs if output.finish_reason is not None}:
             self._forget_finished(self._requests[request_id])
@@ -125,20 +133,41 @@ class EngineCore:
         sequences = [self.scheduler.sequence(row.sequence_id) for row in plan.rows]
         outputs = self.scheduler.update(plan, result)
         if self.speculation is not None:
-            for sequence in sequences:
-                if not sequence.is_finished:
+            for place, sequence in enumerate(sequences):
+                if place not in result.failures and not sequence.is_finished:
                     self.speculation.observe(sequence)
-        return outputs
+        return outputs + [self._fail(sequences[place], error) for place, error in result.failures.items()]
 
-    def _execute_row_by_row(self, plan: StepPlan) -> list[SequenceOutput]:
+    def _try(self, plan: StepPlan) -> tuple[list[SequenceOutput], Exception | None]:
+        try:
+            return self._execute(plan), None
+        except Exception as error:
+            # its traceback would hold the memory of the step that failed
+            return [], error.with_traceback(None)
+
+    def _execute_in_parts(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
+        self._num_failed_steps += 1
         outputs: list[SequenceOutput] = []
-        num_failed = 0
-        for row in plan.rows:
-            try:
-                outputs += self._execute(StepPlan((row,)))
-            except Exception as error:
+        largest = num_failed = 0
+        ran_out = is_out_of_memory(error)
+        parts = deque(first_parts(plan, out_of_memory=ran_out))
+        while parts:
+            part = parts.popleft()
+            result, failure = self._try(part)
+            outputs += result
+            if failure is None:
+                largest = max(largest, part.num_tokens)
+            elif is_out_of_memory(failure) and (smaller := smaller_parts(part)):
+                ran_out = True
+                parts.extendleft(reversed(smaller))
+            elif len(part.rows) > 1:
+                parts.extendleft(reversed(first_parts(part, out_of_memory=False)))
+            else:
                 num_failed += 1
-                outputs.append(self._fail(self.scheduler.sequence(row.sequence_id), error))
+                outputs.append(self._fail(self.scheduler.sequence(part.rows[0].sequence_id), failure))
+        if ran_out:
+            self._num_out_of_memory += 1
+            self._token_limit.ran_out(largest)
         if num_failed == len(plan.rows):
             self.executor.check()
         return outputs
@@ -175,6 +204,8 @@ class EngineCore:
             num_drafts=self.scheduler.num_drafts,
             num_draft_tokens=self.scheduler.num_draft_tokens,
             num_accepted_tokens=self.scheduler.num_accepted_tokens,
+            num_failed_steps=self._num_failed_steps,
+            num_out_of_memory=self._num_out_of_memory,
         )
 
     def check(self) -> None:

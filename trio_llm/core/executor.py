@@ -28,7 +28,8 @@ class Executor(Protocol):
     """Runs StepPlans.  All calls come from one thread, never two at a time.
 
     `launch` may return before the work is done, `collect` waits for it.  An exception
-    from either means that the step did not happen: the same rows may come again.
+    from either means that the step did not happen: the same rows may come again, in other
+    steps, and where memory ran out in smaller ones (see `faults`).
     """
 
     @property

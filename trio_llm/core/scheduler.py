@@ -30,6 +30,9 @@ from trio_llm.core.prefix_cache import PrefixCache
 from trio_llm.core.request import FinishReason, Request, Sequence, Status
 from trio_llm.core.step import Row, SequenceOutput, StepPlan, StepResult
 
+COMPACT_ABOVE = 16
+"""Finished sequences that may stay in the queue, beside as many as wait."""
+
 
 class Scheduler:
     """Token-budget scheduling with continuous batching, chunked prefill and preemption.
@@ -58,6 +61,8 @@ class Scheduler:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_step_tokens = max_num_batched_tokens
+        """The budget of the next step: less than the above while memory is short."""
         self.max_model_len = max_model_len
         self.credit_window = credit_window
         self.prefix_cache = PrefixCache(pool, enabled=prefix_caching)
@@ -114,6 +119,7 @@ class Scheduler:
         del self._sequences[sequence.id]
         if sequence.request.leader is sequence:
             self._lead(sequence.request)
+        self._compact()
 
     def acknowledge(self, sequence: Sequence, num_tokens: int) -> None:
         """The reader took `num_tokens` more output tokens."""
@@ -135,19 +141,23 @@ class Scheduler:
         ready = [sequence for sequence in self._running if not self._is_paused(sequence)]
         pending = [sequence.num_tokens - sequence.num_computed_tokens for sequence in ready]
         decoding = [sequence for sequence, count in zip(ready, pending, strict=True) if count == 1]
-        return decoding, min(sum(pending), self.max_num_batched_tokens)
+        return decoding, min(sum(pending), self.max_step_tokens)
 
     def schedule(self) -> StepPlan:
         """Choose and reserve the next step; an empty plan only when there is no work."""
         rows: dict[int, Row] = {}
-        budget = self.max_num_batched_tokens
-        num_preemptions = self.num_preemptions
+        budget = self.max_step_tokens
+        # the budget is above the rows, so that a prompt gets something beside any number who decode
+        max_rows = max(1, min(self.max_num_seqs, budget - 1))
+        may_admit = True
 
         ready = [sequence for sequence in self._running if not self._is_paused(sequence)]
         prefilling = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens > 1]
         decoding = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens == 1]
-        for sequence in decoding[: self.max_num_seqs - bool(prefilling)] + prefilling:
-            if budget == 0 or len(rows) == self.max_num_seqs:
+        # a row is kept for a prompt; the only row there is goes to the first of all, whatever it does
+        candidates = decoding[: max_rows - bool(prefilling)] + prefilling if max_rows > 1 else ready[:1]
+        for sequence in candidates:
+            if budget == 0 or len(rows) == max_rows:
                 break
             while sequence.status is Status.RUNNING:
                 row = self._reserve(sequence, budget)
@@ -156,12 +166,13 @@ class Scheduler:
                     budget -= len(row.token_ids)
                     break
                 victim = self._victim()
+                # to take from a paused one costs nobody a turn: whether it is there changes nothing for the others
+                may_admit = may_admit and self._is_paused(victim)
                 lost = rows.pop(victim.id, None)
                 budget += len(lost.token_ids) if lost else 0
                 self._preempt(victim)
 
-        may_admit = self.num_preemptions == num_preemptions
-        while may_admit and budget > 0 and len(rows) < self.max_num_seqs:
+        while may_admit and budget > 0 and len(rows) < max_rows:
             newcomer = self._first_waiting()
             if newcomer is None:
                 break
@@ -203,13 +214,14 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Commit a step that was executed; gives what is new for each sequence that sampled.
 
-        A sequence that came to its natural end is finished here.
+        A sequence that came to its natural end is finished here; of a row that failed nothing is committed.
         """
-        assert [bool(tokens) for tokens in result.token_ids] == [row.sample for row in plan.rows], (
-            "not the plan's result"
-        )
+        wanted = [row.sample and place not in result.failures for place, row in enumerate(plan.rows)]
+        assert [bool(tokens) for tokens in result.token_ids] == wanted, "not the plan's result"
         outputs = []
-        for row, sampled in zip(plan.rows, result.token_ids, strict=True):
+        for place, (row, sampled) in enumerate(zip(plan.rows, result.token_ids, strict=True)):
+            if place in result.failures:
+                continue
             sequence = self._sequences[row.sequence_id]
             sequence.num_blocks_sent = row.num_prior_blocks + len(row.new_blocks)
             sequence.draft_token_ids = []
@@ -301,6 +313,12 @@ class Scheduler:
         while self._waiting and self._waiting[0][-1].status is Status.FINISHED:
             heapq.heappop(self._waiting)
         return self._waiting[0][-1] if self._waiting else None
+
+    def _compact(self) -> None:
+        """Forget finished sequences once they are most of the heap: who waits long would keep them, and their prompts."""
+        if len(self._waiting) > 2 * self.num_waiting + COMPACT_ABOVE:
+            self._waiting = [entry for entry in self._waiting if entry[-1].status is not Status.FINISHED]
+            heapq.heapify(self._waiting)
 
     def _admit(self, newcomer: Sequence) -> tuple[tuple[int, int], ...] | None:
         """Let the first of the waiting run, with all blocks that it can share.

@@ -90,6 +90,9 @@ class StepResult:
     """By sequence id, where the sequence asks for them: one for each token sampled."""
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = attrs.field(factory=dict)
     """By sequence id, where the row asks for them."""
+    failures: Mapping[int, Exception] = attrs.field(factory=dict, kw_only=True)
+    """Rows, by their place in the plan, that failed by themselves while the others went well:
+    logits that are not finite, say.  Such a row has no tokens."""
 
 
 @attrs.frozen
@@ -132,6 +135,10 @@ class CoreStatistics:
     """Tokens drafted."""
     num_accepted_tokens: int = 0
     """Of these, tokens that were right."""
+    num_failed_steps: int = 0
+    """Steps that raised and were run again in parts."""
+    num_out_of_memory: int = 0
+    """Of these, steps in which memory ran out."""
 
     @property
     def kv_cache_usage(self) -> float:

@@ -12,12 +12,48 @@ from trio_llm.errors import ContextLengthExceeded, InvalidRequest
 
 T = TypeVar("T")
 
+_UNKNOWN_LENGTH = 1 << 20
+
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 """A text to continue, token ids, or chat messages."""
 
 
-async def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
+def longest_token(tokenizer: Any) -> int:
+    """Characters that one token can stand for, at most; very many if the tokenizer shows no vocabulary."""
+    if not hasattr(tokenizer, "get_vocab"):
+        return _UNKNOWN_LENGTH
+    return max(map(len, tokenizer.get_vocab()), default=_UNKNOWN_LENGTH)
+
+
+def check_length(prompt: Prompt, max_characters: int, *, max_model_len: int) -> None:
+    """Refuse at once what is too long however it is tokenised: tokenising it would take seconds.
+
+    Raises:
+        ContextLengthExceeded: it is.
+    """
+    texts = [prompt] if isinstance(prompt, str) else [_text(item) for item in prompt if isinstance(item, Mapping)]
+    length = sum(map(len, texts))
+    if length > max_characters:
+        raise ContextLengthExceeded(
+            f"the prompt has {length} characters, more than the context of {max_model_len} tokens can hold",
+            field="prompt",
+            limit=max_model_len,
+        )
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list | tuple) else ()
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+
+
+async def tokenize(tokenizer: Any, prompt: Prompt, limiter: trio.CapacityLimiter) -> list[int]:
     """The token ids of a prompt; text and messages are rendered in a worker thread.
+
+    Args:
+        limiter: of the threads; who is cancelled while waiting for one starts no work.
 
     Raises:
         InvalidRequest: the prompt is none of the three, or the chat template refuses it.
@@ -25,20 +61,22 @@ async def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         from trio_llm.prompt.chat_template import encode_prompt
 
-        return await _in_thread(encode_prompt, tokenizer, prompt)
+        return await _in_thread(encode_prompt, tokenizer, prompt, limiter)
     items: list[Any] = list(prompt)
     if items and isinstance(items[0], Mapping):
         from trio_llm.prompt.chat_template import render_chat
 
-        return await _in_thread(render_chat, tokenizer, items)
+        return await _in_thread(render_chat, tokenizer, items, limiter)
     if not all(type(token) is int for token in items):
         raise InvalidRequest("a prompt is a text, token ids, or messages", field="prompt")
     return items
 
 
-async def tokenize_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+async def tokenize_bad_words(
+    tokenizer: Any, words: Sequence[str], limiter: trio.CapacityLimiter
+) -> tuple[tuple[int, ...], ...]:
     """The token sequences that spell words: at the beginning of a text, and after a space."""
-    return tuple(await _in_thread(_encode_words, tokenizer, words)) if words else ()
+    return tuple(await _in_thread(_encode_words, tokenizer, words, limiter)) if words else ()
 
 
 def _encode_words(tokenizer: Any, words: Iterable[str]) -> list[tuple[int, ...]]:
@@ -51,9 +89,11 @@ def _encode_words(tokenizer: Any, words: Iterable[str]) -> list[tuple[int, ...]]
     return list(found)
 
 
-async def _in_thread(tokenize: Callable[[Any, Any], Iterable[T]], tokenizer: Any, text: Any) -> list[T]:
+async def _in_thread(
+    tokenize: Callable[[Any, Any], Iterable[T]], tokenizer: Any, text: Any, limiter: trio.CapacityLimiter
+) -> list[T]:
     """Templates and long texts take their time; a caller that is cancelled leaves them to end alone."""
-    return list(await trio.to_thread.run_sync(tokenize, tokenizer, text, abandon_on_cancel=True))
+    return list(await trio.to_thread.run_sync(tokenize, tokenizer, text, abandon_on_cancel=True, limiter=limiter))
 
 
 def check_prompt(prompt_token_ids: list[int], max_tokens: int | None, *, vocab_size: int, max_model_len: int) -> None:

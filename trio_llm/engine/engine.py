@@ -20,13 +20,16 @@ from trio_llm.core.executor import Executor
 from trio_llm.core.request import FinishReason, Request
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.core.step import CoreStatistics
-from trio_llm.engine.admission import Prompt, check_prompt, check_token_ids
+from trio_llm.engine.admission import Prompt, check_prompt, check_token_ids, longest_token
 from trio_llm.engine.detokenizer import TokenDecoder
 from trio_llm.engine.generation import Generation
 from trio_llm.engine.loading import Load, Model, load_core
 from trio_llm.engine.statistics import Counters, Observer, Statistics
 from trio_llm.engine.worker import Add, Command, Drive, Report, Settle, Stop, Worker, drive_in_thread
 from trio_llm.errors import EngineDead, InvalidRequest, QueueFull, ReaderStalled, RequestFailed, ShuttingDown
+
+TOKENIZER_THREADS = 2
+"""Prompts that are tokenised at once; long ones take seconds, and memory."""
 
 logger = structlog.get_logger(__name__)
 
@@ -136,7 +139,10 @@ class Engine:
         self._by_core_id: dict[str, Generation] = {}
         self._serials = itertools.count()
         self._num_choices = 0
-        """In flight."""
+        """In flight, those included whose prompt is being tokenised."""
+        self._tokenizing = trio.CapacityLimiter(TOKENIZER_THREADS)
+        self._num_queued_tokens = 0
+        """Prompt tokens of those that wait for their first token."""
         self._settling: set[trio.Event] = set()
         self._loaded = trio.Event()
         self._load_error: BaseException | None = None
@@ -188,7 +194,7 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """A snapshot of all counters."""
-        return self._counters.snapshot(self._core_statistics, len(self._generations))
+        return self._counters.snapshot(self._core_statistics, len(self._generations), self._num_choices)
 
     async def settled(self) -> CoreStatistics:
         """Wait until the core has applied all that was asked of it so far; gives its statistics then.
@@ -235,12 +241,21 @@ class Engine:
     # --- for generations ---
 
     def _reserve(self, generation: Generation) -> None:
-        """Enter a request under its id."""
+        """Enter a request under its id, and count its choices, or raise."""
         self._raise_if_dead()
         if self._draining:
             raise ShuttingDown(f"the engine {self.name} takes no new request")
         if generation.request_id in self._generations:
             raise InvalidRequest(f"the request id {generation.request_id!r} is in use", field="request_id")
+        count = generation.params.n
+        limit = self.settings.max_num_seqs + self.settings.max_num_queued_reqs
+        limits = "max_num_seqs and max_num_queued_reqs"
+        if count > limit:
+            raise InvalidRequest(f"n is {count}, but {limits} let in {limit} choices in all", field="n", limit=limit)
+        if self._num_choices + count > limit:
+            message = f"the engine holds {self._num_choices} choices, and {limits} let in {limit}"
+            raise QueueFull(message, limit=limit)
+        self._num_choices += count
         self._generations[generation.request_id] = generation
 
     def _release(self, generation: Generation) -> None:
@@ -252,16 +267,15 @@ class Engine:
     def _admit(
         self, generation: Generation, prompt_token_ids: list[int], bad_words: tuple[tuple[int, ...], ...]
     ) -> None:
-        """Let a request in, from counters that live on this thread, or raise."""
+        """Pass a request whose tokens are known on to the core, or raise."""
         self._raise_if_dead()
         params = generation.params
         check_prompt(prompt_token_ids, params.max_tokens, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         check_token_ids(params, self.vocab_size)
-        limit = self.settings.max_num_seqs + self.settings.max_num_queued_reqs
-        if params.n > limit:
-            raise InvalidRequest(f"n is {params.n}, but the engine holds at most {limit} choices", field="n")
-        if self._num_choices + params.n > limit:
-            raise QueueFull(f"the engine holds {self._num_choices} of at most {limit} choices", limit=limit)
+        queued, limit = self._num_queued_tokens, self.settings.max_num_queued_tokens
+        # an empty queue takes any prompt, or one above the limit could never be served
+        if queued and queued + len(prompt_token_ids) > limit:
+            raise QueueFull(f"{queued} prompt tokens are queued, of at most {limit}", limit=limit)
         params = params.resolved(
             self.defaults, max_tokens=self.max_model_len - len(prompt_token_ids), seed=secrets.randbits(64)
         )
@@ -269,7 +283,8 @@ class Engine:
         core_id = f"{generation.request_id}/{next(self._serials)}"
         generation._begin(core_id, prompt_token_ids, params)
         self._by_core_id[core_id] = generation
-        self._num_choices += params.n
+        self._num_queued_tokens += len(prompt_token_ids)
+        self._counters.admitted += 1
         eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
         self._post(
             Add(
@@ -298,6 +313,9 @@ class Engine:
     def _choices_ended(self, count: int) -> None:
         self._num_choices -= count
 
+    def _left_queue(self, prompt_tokens: int) -> None:
+        self._num_queued_tokens -= prompt_tokens
+
     # --- the worker's end of it ---
 
     def _load_core(self) -> EngineCore:
@@ -311,6 +329,7 @@ class Engine:
         self.max_model_len = min(limits + ([self.settings.max_model_len] if self.settings.max_model_len else []))
         self.vocab_size = core.executor.info.vocab_size
         self._decoder = TokenDecoder(model.tokenizer)
+        self._max_characters = self.max_model_len * longest_token(model.tokenizer)
         self._plain_decoder = None
         return core
 

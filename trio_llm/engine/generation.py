@@ -21,7 +21,7 @@ import trio
 from trio_llm.core.request import FinishReason
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.core.step import SequenceOutput, TokenLogprobs
-from trio_llm.engine.admission import Prompt, tokenize, tokenize_bad_words
+from trio_llm.engine.admission import Prompt, check_length, tokenize, tokenize_bad_words
 from trio_llm.engine.detokenizer import Detokenizer, StopMatcher, TokenDecoder
 from trio_llm.engine.worker import Acknowledge, Finish
 from trio_llm.errors import TrioLLMError
@@ -213,16 +213,20 @@ class Generation:
         capacity = self.params.n * (engine.settings.credit_window + 1)
         self._send, self._receive = trio.open_memory_channel(capacity)
         try:
-            prompt_token_ids = await tokenize(engine.tokenizer, self._prompt)
-            bad_words = await tokenize_bad_words(engine.tokenizer, self.params.bad_words)
+            limiter = engine._tokenizing
+            check_length(self._prompt, engine._max_characters, max_model_len=engine.max_model_len)
+            prompt_token_ids = await tokenize(engine.tokenizer, self._prompt, limiter)
+            bad_words = await tokenize_bad_words(engine.tokenizer, self.params.bad_words, limiter)
             if self._failure is not None:
                 raise self._failure
             if not self._ended and not self._abort_requested:
                 engine._admit(self, prompt_token_ids, bad_words)
         except BaseException:
-            engine._release(self)
-            self._ended = True
-            self._send.close()
+            if not self._ended:
+                self._ended = True
+                engine._choices_ended(self.params.n)
+                engine._release(self)
+                self._send.close()
             self._receive.close()
             raise
         if self._abort_requested:
@@ -347,6 +351,7 @@ class Generation:
         counters = self._engine._counters
         if not self._has_token:
             self._has_token = True
+            self._engine._left_queue(len(self.prompt_token_ids))
             counters.first_token(now - self._admitted_at, len(self.prompt_token_ids))
         elif track.last_output is not None:
             counters.inter_token(now - track.last_output)
@@ -389,9 +394,9 @@ class Generation:
         self._failure = failure
         assert self._send is not None
         unfinished = [choice for choice in self.choices if choice.finish_reason is None]
+        self._engine._choices_ended(len(unfinished))
         if unfinished and self.core_id:
             self._engine._post(Finish(self.core_id))
-            self._engine._choices_ended(len(unfinished))
         for choice in unfinished:
             delta = Delta(choice.index, self._last_words(choice), (), reason)
             choice.extend(delta)
@@ -400,6 +405,8 @@ class Generation:
         self._send.close()
         self._engine._release(self)
         if self.core_id:
+            if not self._has_token:
+                self._engine._left_queue(len(self.prompt_token_ids))
             self._engine._counters.request_finished(
                 self._overall_reason(), len(self.prompt_token_ids), self.usage.completion_tokens
             )

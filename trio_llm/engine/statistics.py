@@ -38,6 +38,10 @@ class Statistics:
     """As of the last step."""
     num_requests: int
     """In flight: entered and not ended."""
+    num_waiting: int
+    """Choices in flight that are not in the batch: from the moment they are accepted."""
+    admitted: int
+    """Requests that were let in: those that ended and those that have not."""
     prompt_tokens: int
     """Of requests that gave a token."""
     generation_tokens: int
@@ -52,6 +56,7 @@ class Statistics:
 class Counters:
     """The running counters behind Statistics; each event is counted here and nowhere else."""
 
+    admitted: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     wasted_tokens: int = 0
@@ -81,10 +86,12 @@ class Counters:
             except Exception:
                 logger.exception("observer failed")
 
-    def snapshot(self, core: CoreStatistics, num_requests: int) -> Statistics:
+    def snapshot(self, core: CoreStatistics, num_requests: int, num_choices: int) -> Statistics:
         return Statistics(
             core=core,
             num_requests=num_requests,
+            num_waiting=max(0, num_choices - core.num_running),
+            admitted=self.admitted,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
             wasted_tokens=self.wasted_tokens,

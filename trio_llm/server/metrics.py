@@ -122,7 +122,7 @@ class Metrics(Collector):
             statistics = engine.statistics()
             core = statistics.core
             running.add_metric(labels, core.num_running)
-            waiting.add_metric(labels, core.num_waiting)
+            waiting.add_metric(labels, statistics.num_waiting)
             usage.add_metric(labels, core.kv_cache_usage)
             preemptions.add_metric(labels, core.num_preemptions)
             queries.add_metric(labels, core.num_cache_queries)

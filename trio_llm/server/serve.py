@@ -118,6 +118,8 @@ async def _drain(app: App, hurry: trio.Event) -> None:
         lifecycle.drain()
         with trio.move_on_after(settings.shutdown_timeout):
             await first(app.all_left, hurry.wait, lifecycle.failed.wait)
+    if app.exchanges:
+        logger.warning("requests are cut off", count=len(app.exchanges))
     for exchange in list(app.exchanges):
         exchange.fail(ShuttingDown("the server shut down before the request was done"))
     with trio.move_on_after(LAST_WORDS):

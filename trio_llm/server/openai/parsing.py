@@ -198,6 +198,9 @@ def _strict(kind: type) -> Any:
     def hook(value: Any, _: Any) -> Any:
         if type(value) is kind or (kind is float and type(value) is int):
             return value
+        if kind is int and type(value) is float and abs(value) >= 2**63:
+            # the JSON parser knows integers of 64 bits, and reads longer ones as floats
+            raise _WrongValue("an integer of at most 64 bits", value)
         raise _WrongValue(_NAMES[kind.__name__], value)
 
     return hook
