@@ -58,7 +58,8 @@ def core_with_waiting(num_waiting: int, kind: type[int] = int) -> EngineCore:
     for number in range(8 + num_waiting):
         # the last comes first, so that nothing is in order already
         priority = kind(-number if number >= 8 else -(10**6))
-        core.add(make_request(str(number), [number % 100] * 5, max_tokens=12, priority=priority))
+        prompt = [number % 128, number // 128, 1, 2, 3]  # no two alike: nothing is found in the cache
+        core.add(make_request(str(number), prompt, max_tokens=12, priority=priority))
     for _ in range(3):
         step(core)
     assert (core.scheduler.num_running, core.scheduler.num_waiting) == (8, num_waiting)
