@@ -14,13 +14,19 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from trio_llm.core import sampler
-from trio_llm.core.sampler import MAX_SORTED, Draw, gumbel, noise_key, sample
+from trio_llm.core.sampler import MAX_SORTED, Draw, exponential, noise_key, sample
 from trio_llm.core.sampling_params import SamplingParams
 
 EULER = 0.5772156649015329
+
+
+def gumbel(ids: Tensor, keys: Sequence[tuple[int, int]]) -> Tensor:
+    """The noise as it would be added to logits: what is easy to say of it."""
+    return -exponential(ids, keys).log()
 
 
 def draw(seed: int = 0, choice: int = 0, output_index: int = 0, **fields: float) -> Draw:
@@ -28,7 +34,15 @@ def draw(seed: int = 0, choice: int = 0, output_index: int = 0, **fields: float)
     return Draw(params.resolved(SamplingParams(), max_tokens=1, seed=seed), choice, output_index)
 
 
-def reference(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+def reference(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    typical_p: float = 1.0,
+) -> Tensor:
     """Probabilities (vocab,) after transformers' warpers, in transformers' order."""
     scores = logits[None].clone()
     ids = torch.zeros((1, 1), dtype=torch.int64)
@@ -36,6 +50,7 @@ def reference(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p
     warpers += [TopKLogitsWarper(top_k)] if top_k > 0 else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
     warpers += [MinPLogitsWarper(min_p)] if min_p > 0 else []
+    warpers += [TypicalLogitsWarper(typical_p)] if typical_p < 1 else []
     for warper in warpers:
         scores = warper(ids, scores)
     return scores.softmax(-1)[0]
@@ -50,9 +65,9 @@ def candidates(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sampler, "noise_key", lambda draw: (draw.output_index, 0))
 
     def favour(ids: Tensor, keys: Sequence[tuple[int, int]]) -> Tensor:
-        return (ids == torch.tensor([key[0] for key in keys])[:, None]).float() * 1e9
+        return torch.where(ids == torch.tensor([key[0] for key in keys])[:, None], 1e-35, 1.0)
 
-    monkeypatch.setattr(sampler, "gumbel", favour)
+    monkeypatch.setattr(sampler, "exponential", favour)
 
     def find(logits: Tensor, ids: Sequence[int] | None = None, **fields: float) -> set[int]:
         wanted = range(len(logits)) if ids is None else ids
@@ -91,6 +106,21 @@ def test_the_candidates_are_transformers_own(candidates, seed: int) -> None:
         assert candidates(logits, **fields) == wanted, fields
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_the_candidates_of_typical_p_are_transformers_own(candidates, seed: int) -> None:
+    logits = random_logits(20, 2.0, seed + 10)
+    for typical_p in (1e-6, 0.2, 0.5, 0.9, 0.99):
+        for fields in SMALL_GRID[seed::7]:
+            wanted = set(reference(logits, typical_p=typical_p, **fields).nonzero().flatten().tolist())
+            assert candidates(logits, typical_p=typical_p, **fields) == wanted, (typical_p, fields)
+
+
+def test_equally_typical_tokens_all_stay_as_in_transformers(candidates) -> None:
+    logits = torch.tensor([0.0, 0.0, 0.0, 0.0, -3.0])
+    wanted = set(reference(logits, typical_p=0.3).nonzero().flatten().tolist())
+    assert candidates(logits, typical_p=0.3) == wanted == {0, 1, 2, 3}
+
+
 WIDE_GRID = [
     {"top_p": 0.9},
     {"top_p": 0.5},
@@ -110,13 +140,17 @@ WIDE_GRID = [
     {"top_k": 5000, "top_p": 0.9},
     {"top_k": 100_000, "top_p": 0.9},
     {"temperature": 2.0, "top_p": 0.95},
+    {"typical_p": 0.5},
+    {"typical_p": 0.8, "top_p": 0.9},
+    {"typical_p": 0.8, "top_k": 2000, "min_p": 0.4},
 ]
 
 
 @pytest.mark.parametrize("fields", WIDE_GRID, ids=str)
 def test_the_candidates_are_transformers_own_where_the_nucleus_is_too_large_to_sort(candidates, fields) -> None:
     logits = random_logits(5000, 0.3, 5)
-    probabilities = reference(logits, **fields)
+    # in float32 its own rounding would decide who is the last of thousands
+    probabilities = reference(logits.double(), **fields)
     wanted = set(probabilities.nonzero().flatten().tolist())
     order = logits.argsort(descending=True).tolist()
     # every tenth, and all around where the candidates end
@@ -177,7 +211,9 @@ CHI_SQUARE_CASES = [
     {"top_k": 5},
     {"top_p": 0.8},
     {"min_p": 0.1},
+    {"typical_p": 0.6},
     {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 1.3, "top_p": 0.95, "typical_p": 0.9},
 ]
 
 
@@ -294,7 +330,14 @@ def test_one_tokens_noise_over_output_indices_seeds_and_choices_is_independent()
 def test_a_draw_does_not_depend_on_its_neighbours() -> None:
     """Rows of every kind side by side: greedy, sorted, wide."""
     logits = torch.stack([random_logits(3000, 0.5, seed) for seed in range(12)])
-    kinds = [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 40}, {"top_p": 0.1, "min_p": 0.02}, {"top_k": 2000}]
+    kinds = [
+        {},
+        {"temperature": 0.0},
+        {"top_p": 0.9},
+        {"top_k": 40},
+        {"top_p": 0.1, "min_p": 0.02},
+        {"top_k": 2000, "typical_p": 0.4},
+    ]
     draws = [draw(seed=seed, output_index=seed % 3, **kinds[seed % 6]) for seed in range(12)]
     together = sample(logits, draws)
     assert together == [sample(logits[row : row + 1], [draws[row]])[0] for row in range(12)]
@@ -326,5 +369,5 @@ def test_logits_that_are_not_finite_raise(bad: float, temperature: float) -> Non
         sample(torch.full((1, 50), float("-inf")), [draw(temperature=temperature)])
 
 
-def test_the_border_of_sorting_is_where_the_tests_think() -> None:
+def test_the_border_of_picking_out_is_where_the_tests_think() -> None:
     assert MAX_SORTED == 1024

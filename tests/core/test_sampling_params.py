@@ -22,6 +22,34 @@ BAD: dict[str, list[object]] = {
     "stop": ["", ("a", ""), ("a",) * 5, (1,), b"ab"],
     "stop_token_ids": ["12", (1.5,), (-1,), ("1",)],
     "ignore_eos": ["yes"],
+    "typical_p": [0, -0.1, 1.01, NAN, "1", True],
+    "presence_penalty": [-2.01, 2.01, NAN, INFINITY, "0", True, None],
+    "frequency_penalty": [-2.01, 2.01, NAN, -INFINITY, "0", False, None],
+    "repetition_penalty": [0, -1, 100.1, NAN, INFINITY, "1"],
+    "logit_bias": [
+        {"5": 1},
+        {5: 101},
+        {5: -100.5},
+        {5: NAN},
+        {5: "1"},
+        {5: True},
+        {-1: 1},
+        {1.0: 1},
+        {True: 1},
+        7,
+        "a",
+        [1],
+        [(1, 2, 3)],
+        [(1, 2), (1, 3)],
+        dict.fromkeys(range(1025), 1),
+    ],
+    "allowed_token_ids": [(), [], 5, "12", (1.5,), (-1,), (True,)],
+    "bad_words": ["", ("a", ""), ("a",) * 1025, (1,), b"ab", 5],
+    "min_tokens": [-1, 1.0, 2**31, "5", True, None],
+    "include_stop_str_in_output": ["yes", 1, None],
+    "skip_special_tokens": ["yes", 0, None],
+    "logprobs": [-1, 21, 1.0, True, "5"],
+    "prompt_logprobs": [-1, 21, 1.0, False, "5"],
 }
 
 
@@ -47,6 +75,18 @@ GOOD: dict[str, list[object]] = {
     "stop": [None, (), "a", ["a"], ("a", "b", "c", "d"), " ", "\n"],
     "stop_token_ids": [(), [1, 2], (0,)],
     "ignore_eos": [True, False],
+    "typical_p": [None, 1, 1e-9],
+    "presence_penalty": [-2, 0, 2.0],
+    "frequency_penalty": [-2.0, 0, 2],
+    "repetition_penalty": [None, 1e-9, 1, 100],
+    "logit_bias": [None, {}, {0: -100, 7: 100.0}, ((3, 1),), dict.fromkeys(range(1024), 1)],
+    "allowed_token_ids": [None, (0,), [5, 5]],
+    "bad_words": [None, (), "a", ["a", " b"], ("a",) * 1024],
+    "min_tokens": [0, 2**31 - 1],
+    "include_stop_str_in_output": [True, False],
+    "skip_special_tokens": [True, False],
+    "logprobs": [None, 0, 20],
+    "prompt_logprobs": [None, 0, 20],
 }
 
 
@@ -90,3 +130,25 @@ def test_resolving_keeps_the_rest_and_leaves_the_original() -> None:
     resolved = params.resolved(SamplingParams(n=2, stop=("y",), temperature=0.1), max_tokens=5, seed=1)
     assert (resolved.n, resolved.stop, resolved.stop_token_ids, resolved.ignore_eos) == (3, ("x",), (4,), True)
     assert params == SamplingParams(n=3, stop=("x",), stop_token_ids=(4,), ignore_eos=True)
+
+
+def test_min_tokens_is_not_above_max_tokens_nor_above_what_is_left() -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens") as caught:
+        SamplingParams(min_tokens=5, max_tokens=4)
+    assert caught.value.field == "min_tokens"
+    assert SamplingParams(min_tokens=5, max_tokens=9).resolved(SamplingParams(), max_tokens=3, seed=0).min_tokens == 3
+
+
+def test_a_bias_is_kept_as_pairs_and_stays_what_it_was() -> None:
+    params = SamplingParams(logit_bias={5: 1, 6: -2.5})
+    assert params.logit_bias == ((5, 1), (6, -2.5))
+    assert attrs.evolve(params, n=2).logit_bias == params.logit_bias
+    assert hash(params) == hash(SamplingParams(logit_bias={5: 1, 6: -2.5}))
+
+
+def test_the_models_own_typical_p_and_repetition_penalty() -> None:
+    defaults = SamplingParams(typical_p=0.9, repetition_penalty=1.1)
+    resolved = SamplingParams().resolved(defaults, max_tokens=1, seed=0)
+    assert (resolved.typical_p, resolved.repetition_penalty) == (0.9, 1.1)
+    neutral = SamplingParams(repetition_penalty=1).resolved(SamplingParams(), max_tokens=1, seed=0)
+    assert (neutral.typical_p, neutral.repetition_penalty) == (1.0, 1)

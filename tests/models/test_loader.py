@@ -224,6 +224,12 @@ def test_end_tokens_are_the_union_of_all_places(tiny_model: Make, make_directory
         ({"do_sample": True, "temperature": 0.6}, SamplingParams(temperature=0.6)),
         ({"do_sample": False}, SamplingParams(temperature=0.0)),
         ({"temperature": 0.6}, SamplingParams()),
+        ({"repetition_penalty": 1.1}, SamplingParams(repetition_penalty=1.1)),
+        ({"do_sample": False, "repetition_penalty": 1.1}, SamplingParams(temperature=0.0, repetition_penalty=1.1)),
+        (
+            {"do_sample": True, "typical_p": 0.9, "repetition_penalty": 1.1},
+            SamplingParams(typical_p=0.9, repetition_penalty=1.1),
+        ),
     ],
 )
 def test_default_sampling_is_that_of_generation_config(

@@ -13,7 +13,7 @@ from trio_llm.core.faults import TokenLimit, first_parts, is_out_of_memory, smal
 from trio_llm.core.request import FinishReason, Request, Sequence
 from trio_llm.core.scheduler import Scheduler
 from trio_llm.core.speculation import Speculation, speculation_for
-from trio_llm.core.step import CoreStatistics, SequenceOutput, StepPlan
+from trio_llm.core.step import CoreStatistics, SamplingTask, SequenceOutput, StepPlan
 from trio_llm.errors import ContextLengthExceeded, RequestFailed
 
 logger = structlog.get_logger(__name__)
@@ -72,8 +72,12 @@ class EngineCore:
             )
         assert request.id not in self._requests, "the engine gives every request its own id"
         self._requests[request.id] = request
+        prompt_token_ids = tuple(request.prompt_token_ids)
         for sequence in self.scheduler.add(request):
-            self.executor.admit(sequence.id, request.params, sequence.index)
+            task = SamplingTask(
+                request.params, sequence.index, prompt_token_ids, request.eos_token_ids, request.bad_words
+            )
+            self.executor.admit(sequence.id, task)
 
     def finish(self, request_id: str, index: int | None = None) -> None:
         """End one choice of a request, or all of them; idempotent, and gives no output."""
@@ -192,8 +196,8 @@ class EngineCore:
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free_blocks,
             num_preemptions=self.scheduler.num_preemptions,
-            num_cache_queries=self.scheduler.num_cache_queries,
-            num_cache_hits=self.scheduler.num_cache_hits,
+            num_cache_queries=self.scheduler.prefix_cache.num_queries,
+            num_cache_hits=self.scheduler.prefix_cache.num_hits,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
             num_drafts=self.scheduler.num_drafts,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from trio_llm.core.sampling_params import SamplingParams
-from trio_llm.core.step import StepPlan, StepResult
+from trio_llm.core.step import Row, SamplingTask, StepPlan, StepResult, TokenLogprobs
 
 
 @attrs.frozen(kw_only=True)
@@ -35,8 +35,8 @@ class Executor(Protocol):
     @property
     def info(self) -> ExecutorInfo: ...
 
-    def admit(self, sequence_id: int, params: SamplingParams, index: int) -> None:
-        """Prepare the sampling state of a new sequence (params resolved, `index` its choice)."""
+    def admit(self, sequence_id: int, task: SamplingTask) -> None:
+        """Prepare the sampling state of a new sequence."""
 
     def release(self, sequence_id: int) -> None:
         """Forget a sequence; idempotent."""
@@ -60,7 +60,7 @@ class FakeExecutor:
 
     It keeps a cache of real token ids in real blocks and reads the context back through
     the block table, so a scheduler that shares, loses or reorders blocks gets other
-    tokens.  For tests, simulations and measuring everything but the model.
+    tokens.  Of the sampling parameters it heeds those that ask for log-probabilities.  For tests, simulations and measuring everything but the model.
 
     Args:
         info: sizes to pretend.
@@ -74,12 +74,12 @@ class FakeExecutor:
     broken: Exception | None = None
     """What check() raises."""
     plans: list[StepPlan] = attrs.field(factory=list, init=False)
-    sequences: dict[int, tuple[SamplingParams, int]] = attrs.field(factory=dict, init=False)
+    sequences: dict[int, SamplingTask] = attrs.field(factory=dict, init=False)
     _tables: dict[int, list[int]] = attrs.field(factory=dict, init=False)
     _slots: dict[int, int] = attrs.field(factory=dict, init=False)
 
-    def admit(self, sequence_id: int, params: SamplingParams, index: int) -> None:
-        self.sequences[sequence_id] = (params, index)
+    def admit(self, sequence_id: int, task: SamplingTask) -> None:
+        self.sequences[sequence_id] = task
         self._tables[sequence_id] = []
 
     def release(self, sequence_id: int) -> None:
@@ -104,9 +104,30 @@ class FakeExecutor:
                         self._slots[destination * self.info.block_size + offset] = held
             for offset, token in enumerate(row.token_ids):
                 self._slots[self._slot(table, row.start + offset)] = token
-        return StepResult(tuple(self._sample(row) if row.sample else () for row in handle.rows))
+        sampled = tuple(self._sample(row) if row.sample else () for row in handle.rows)
+        logprobs, prompt_logprobs = {}, {}
+        for row, tokens in zip(handle.rows, sampled, strict=True):
+            task = self.sequences[row.sequence_id]
+            if tokens and task.params.logprobs is not None:
+                logprobs[row.sequence_id] = self._logprobs(tokens, task.params.logprobs)
+            if row.score:
+                following = task.prompt_token_ids[row.start + 1 : row.start + 1 + len(row.token_ids)]
+                prompt_logprobs[row.sequence_id] = self._logprobs(following, task.params.prompt_logprobs or 0)
+        return StepResult(sampled, logprobs, prompt_logprobs)
 
-    def _sample(self, row: Any) -> tuple[int, ...]:
+    def _logprobs(self, tokens: Iterable[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+        """As if each token had a half, the next in the vocabulary a quarter, and so on."""
+        size = self.info.vocab_size
+        return tuple(
+            TokenLogprobs(
+                token,
+                math.log(0.5),
+                tuple(((token + k) % size, math.log(0.5) * (k + 1)) for k in range(min(num_top, size))),
+            )
+            for token in tokens
+        )
+
+    def _sample(self, row: Row) -> tuple[int, ...]:
         table = self._tables[row.sequence_id]
         end = row.start + len(row.token_ids)
         context = [self._slots[self._slot(table, position)] for position in range(end)]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 import attrs
 
 from trio_llm.core.block_pool import BlockHash
 from trio_llm.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from trio_llm.core.step import TokenLogprobs
 
 
 class FinishReason(enum.StrEnum):
@@ -100,6 +104,8 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     """Only requests with the same salt share blocks."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """The params' bad words as tokens."""
     arrival: int = 0
     """This and what follows is the scheduler's."""
     sequences: list[Sequence] = attrs.field(factory=list)
@@ -107,3 +113,5 @@ class Request:
     """Computes the prompt for all choices; None once that is done."""
     num_cached_tokens: int | None = None
     """Prompt tokens that were found in the cache when the request was first admitted."""
+    prompt_logprobs: list[TokenLogprobs] = attrs.field(factory=list)
+    """Of the prompt's tokens after the first, as far as they are computed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -11,13 +12,17 @@ from trio_llm.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 4
 MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+"""Alternatives that may be asked for beside each token."""
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 1024
 
 
-def _number(low: float, high: float, *, above: bool = False) -> Any:
+def _number(low: float, high: float, *, above: bool = False, optional: bool = True) -> Any:
     """A validator: a finite number in [low, high], or in (low, high] when `above`."""
 
     def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value is None:
+        if value is None and optional:
             return
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
         if not numeric or not math.isfinite(value) or not low <= value <= high or (above and value == low):
@@ -40,7 +45,59 @@ def _integer(low: int, high: int, *, optional: bool = True) -> Any:
     return check
 
 
-def _strings(value: Any) -> Any:
+def _boolean(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """A validator: true or false."""
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{attribute.name} must be true or false, got {value!r}", field=attribute.name)
+
+
+def _token_ids(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """A validator: token ids; whether the model has them is known only at admission."""
+    if value is None and attribute.default is None:
+        return
+    if not isinstance(value, tuple) or not all(type(token) is int and token >= 0 for token in value):
+        message = f"{attribute.name} takes token ids (integers of at least 0), got {_short(value)}"
+        raise InvalidRequest(message, field=attribute.name)
+
+
+def _strings(most: int) -> Any:
+    """A validator: at most so many strings, none of them empty."""
+
+    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        name = attribute.name
+        if not isinstance(value, tuple) or not all(isinstance(text, str) and text for text in value):
+            raise InvalidRequest(f"{name} takes a string or several, none of them empty", field=name)
+        if len(value) > most:
+            raise InvalidRequest(f"{name} takes at most {most} strings, got {len(value)}", field=name)
+
+    return check
+
+
+def _logit_bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """A validator: pairs of a token id and a number from -100 to 100, no id twice."""
+    name = attribute.name
+    if not isinstance(value, tuple):
+        raise InvalidRequest(f"{name} takes a mapping of token ids to numbers, got {_short(value)}", field=name)
+    if len(value) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"{name} takes at most {MAX_LOGIT_BIAS} tokens, got {len(value)}", field=name)
+    for pair in value:
+        if not isinstance(pair, tuple) or len(pair) != 2 or type(pair[0]) is not int or pair[0] < 0:
+            message = f"{name} must map token ids (integers of at least 0) to numbers, got {_short(pair)}"
+            raise InvalidRequest(message, field=name)
+        bias = pair[1]
+        if not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
+            message = f"{name} must be at least -100 and at most 100 for each token, got {_short(bias)}"
+            raise InvalidRequest(message, field=name)
+    if len({token for token, _ in value}) != len(value):
+        raise InvalidRequest(f"{name} names a token twice", field=name)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _as_strings(value: Any) -> Any:
     """None, one string or several, as a tuple; what is none of these is left to the validator."""
     if value is None:
         return ()
@@ -49,6 +106,13 @@ def _strings(value: Any) -> Any:
 
 def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else value
+
+
+def _pairs(value: Any) -> Any:
+    """A mapping as its pairs, which are immutable; None as none."""
+    if value is None:
+        return ()
+    return tuple(value.items()) if isinstance(value, Mapping) else _tuple(value)
 
 
 @attrs.frozen(kw_only=True)
@@ -70,31 +134,47 @@ class SamplingParams:
     top_k: int | None = attrs.field(default=None, validator=_integer(-1, 2**31 - 1))
     """-1 or 0 keeps the whole vocabulary."""
     min_p: float | None = attrs.field(default=None, validator=_number(0, 1))
+    typical_p: float | None = attrs.field(default=None, validator=_number(0, 1, above=True))
+    """Keep the tokens whose surprise is nearest to the expected one, up to this mass."""
+    presence_penalty: float = attrs.field(default=0.0, validator=_number(-2, 2, optional=False))
+    """Taken from the logit of each token that the output has already."""
+    frequency_penalty: float = attrs.field(default=0.0, validator=_number(-2, 2, optional=False))
+    """The same, for each time that the output has it."""
+    repetition_penalty: float | None = attrs.field(default=None, validator=_number(0, 100, above=True))
+    """Divides a positive logit, and multiplies a negative one, of each token of prompt and output."""
+    logit_bias: tuple[tuple[int, float], ...] = attrs.field(default=(), converter=_pairs, validator=_logit_bias)
+    """Added to the logits of tokens: a mapping from token id to a number from -100 to 100, kept as pairs."""
+    allowed_token_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_tuple, validator=_token_ids)
+    """Choose from these tokens only; None is all."""
+    bad_words: tuple[str, ...] = attrs.field(default=(), converter=_as_strings, validator=_strings(MAX_BAD_WORDS))
+    """Words whose last token is never chosen where it would complete the word."""
     seed: int | None = attrs.field(default=None, validator=_integer(-(2**63), 2**64 - 1))
     """Same seed, same tokens, whoever else is in the batch.  None draws one."""
+    min_tokens: int = attrs.field(default=0, validator=_integer(0, 2**31 - 1, optional=False))
+    """End tokens cannot be chosen, and stop strings do not end a choice, before it has so many tokens."""
     max_tokens: int | None = attrs.field(default=None, validator=_integer(1, 2**31 - 1))
-    stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_as_strings, validator=_strings(MAX_STOP_STRINGS))
     """Texts that end a choice; they are not part of its text."""
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_tuple)
-    ignore_eos: bool = attrs.field(default=False)
+    include_stop_str_in_output: bool = attrs.field(default=False, validator=_boolean)
+    """Let the text of what ended a choice (a stop string, an end token) be part of its text."""
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_tuple, validator=_token_ids)
+    ignore_eos: bool = attrs.field(default=False, validator=_boolean)
     """Go on past the model's end tokens (for benchmarks)."""
+    skip_special_tokens: bool = attrs.field(default=True, validator=_boolean)
+    """Leave the tokenizer's special tokens out of the text."""
+    logprobs: int | None = attrs.field(default=None, validator=_integer(0, MAX_LOGPROBS))
+    """Give each token's log-probability, and those of so many of the likeliest tokens beside it.
 
-    @stop.validator
-    def _check_stop(self, _: Any, value: Any) -> None:
-        if not isinstance(value, tuple) or not all(isinstance(text, str) and text for text in value):
-            raise InvalidRequest("stop takes a string or several, none of them empty", field="stop")
-        if len(value) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(value)}", field="stop")
+    They are the model's own, before anything above was applied."""
+    prompt_logprobs: int | None = attrs.field(default=None, validator=_integer(0, MAX_LOGPROBS))
+    """The same for the prompt's tokens after the first."""
 
-    @stop_token_ids.validator
-    def _check_stop_token_ids(self, _: Any, value: Any) -> None:
-        if not isinstance(value, tuple) or not all(type(token) is int and token >= 0 for token in value):
-            raise InvalidRequest("stop_token_ids takes integers of at least 0", field="stop_token_ids")
-
-    @ignore_eos.validator
-    def _check_ignore_eos(self, _: Any, value: Any) -> None:
-        if not isinstance(value, bool):
-            raise InvalidRequest(f"ignore_eos must be true or false, got {value!r}", field="ignore_eos")
+    def __attrs_post_init__(self) -> None:
+        if self.allowed_token_ids == ():
+            raise InvalidRequest("allowed_token_ids must name at least one token", field="allowed_token_ids")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            message = f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens})"
+            raise InvalidRequest(message, field="min_tokens", limit=self.max_tokens)
 
     def resolved(self, defaults: SamplingParams, *, max_tokens: int, seed: int) -> SamplingParams:
         """These params with every None filled in, first from `defaults` (the model's own),
@@ -106,12 +186,17 @@ class SamplingParams:
                 value = getattr(defaults, name)
             return neutral if value is None else value
 
+        limit = max_tokens if self.max_tokens is None else min(self.max_tokens, max_tokens)
         return attrs.evolve(
             self,
             temperature=pick("temperature", 1.0),
             top_p=pick("top_p", 1.0),
             top_k=pick("top_k", 0),
             min_p=pick("min_p", 0.0),
-            max_tokens=max_tokens if self.max_tokens is None else min(self.max_tokens, max_tokens),
+            typical_p=pick("typical_p", 1.0),
+            repetition_penalty=pick("repetition_penalty", 1.0),
+            max_tokens=limit,
+            # the context may have no room for more
+            min_tokens=min(self.min_tokens, limit),
             seed=seed if self.seed is None else self.seed,
         )

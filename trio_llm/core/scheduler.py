@@ -25,7 +25,8 @@ from collections.abc import Iterable
 
 import attrs
 
-from trio_llm.core.block_pool import BlockHash, BlockPool, block_hash, root_hash
+from trio_llm.core.block_pool import BlockPool
+from trio_llm.core.prefix_cache import PrefixCache
 from trio_llm.core.request import FinishReason, Request, Sequence, Status
 from trio_llm.core.step import Row, SequenceOutput, StepPlan, StepResult
 
@@ -64,10 +65,8 @@ class Scheduler:
         """The budget of the next step: less than the above while memory is short."""
         self.max_model_len = max_model_len
         self.credit_window = credit_window
-        self.prefix_caching = prefix_caching
+        self.prefix_cache = PrefixCache(pool, enabled=prefix_caching)
         self.num_preemptions = 0
-        self.num_cache_queries = 0
-        self.num_cache_hits = 0
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
@@ -227,8 +226,11 @@ class Scheduler:
             sequence.num_blocks_sent = row.num_prior_blocks + len(row.new_blocks)
             sequence.draft_token_ids = []
             sequence.num_computed_tokens = row.start + len(row.token_ids) - row.num_drafts
+            if row.score:
+                # after a preemption it starts again
+                sequence.request.prompt_logprobs[row.start :] = result.prompt_logprobs[sequence.id]
             if not row.sample:
-                self._register(sequence)
+                self.prefix_cache.offer(sequence)
                 continue
             self._count_drafts(row, len(sampled) - 1)
             self._follow(sequence)
@@ -238,7 +240,7 @@ class Scheduler:
             # each accepted draft has its keys and values in the cache already
             sequence.num_computed_tokens += len(tokens) - 1
             self._num_paused += self._is_paused(sequence) - was_paused
-            self._register(sequence)
+            self.prefix_cache.offer(sequence)
             if reason is not None:
                 self.finish(sequence)
             request = sequence.request
@@ -249,6 +251,8 @@ class Scheduler:
                     tuple(tokens),
                     reason,
                     num_cached_tokens=request.num_cached_tokens or 0,
+                    logprobs=result.logprobs.get(sequence.id, ())[: len(tokens)],
+                    prompt_logprobs=tuple(request.prompt_logprobs) if row.score else None,
                 )
             )
         return outputs
@@ -259,7 +263,8 @@ class Scheduler:
         tokens: list[int] = []
         for token in sampled:
             tokens.append(token)
-            if token in request.eos_token_ids or token in request.params.stop_token_ids:
+            may_end = sequence.num_output_tokens + len(tokens) > request.params.min_tokens
+            if may_end and (token in request.eos_token_ids or token in request.params.stop_token_ids):
                 return tokens, FinishReason.STOP
             if len(tokens) >= room:
                 return tokens, FinishReason.LENGTH
@@ -291,7 +296,13 @@ class Scheduler:
             sample=sample,
             block_copies=block_copies,
             output_index=sequence.num_output_tokens,
+            score=self._scores(sequence),
         )
+
+    def _scores(self, sequence: Sequence) -> bool:
+        """Whether it computes the prompt for a request that wants to know its log-probabilities."""
+        request = sequence.request
+        return request.params.prompt_logprobs is not None and request.leader is sequence
 
     def _count_drafts(self, row: Row, num_accepted: int) -> None:
         self.num_drafts += row.num_drafts > 0
@@ -335,7 +346,7 @@ class Scheduler:
         newcomer.block_table = shared
         newcomer.num_hashed_blocks = len(shared)
         newcomer.num_computed_tokens = len(shared) * self.pool.block_size
-        self._count_hits(newcomer)
+        self.prefix_cache.count(newcomer)
         bisect.insort(self._running, newcomer, key=lambda other: other.order)
         newcomer.fork_of = None
         if source is None:
@@ -356,35 +367,9 @@ class Scheduler:
         # the leader may have been preempted meanwhile, and be on its way again
         if leader is not None and leader.num_computed_tokens >= newcomer.num_tokens - 1:
             return leader.block_table[:num_full], leader.block_table[num_full] if rest else None
-        if not self.prefix_caching:
-            return [], None
-        return self.pool.lookup(self._hashes(newcomer, num_full)), None
-
-    def _count_hits(self, newcomer: Sequence) -> None:
-        if newcomer.request.num_cached_tokens is None:
-            newcomer.request.num_cached_tokens = newcomer.num_computed_tokens
-            self.num_cache_queries += newcomer.num_tokens
-            self.num_cache_hits += newcomer.num_computed_tokens
-
-    def _hashes(self, sequence: Sequence, count: int) -> list[BlockHash]:
-        """Hashes of the first `count` blocks, each made once."""
-        hashes, size = sequence.block_hashes, self.pool.block_size
-        while len(hashes) < count:
-            start = len(hashes) * size
-            parent = hashes[-1] if hashes else root_hash(sequence.request.cache_salt)
-            hashes.append(block_hash(parent, sequence.token_ids[start : start + size]))
-        return hashes[:count]
-
-    def _register(self, sequence: Sequence) -> None:
-        """Let the blocks that have become full be found by their content."""
-        if not self.prefix_caching:
-            return
-        num_full = sequence.num_computed_tokens // self.pool.block_size
-        if num_full > sequence.num_hashed_blocks:
-            hashes = self._hashes(sequence, num_full)
-            for position in range(sequence.num_hashed_blocks, num_full):
-                self.pool.register(sequence.block_table[position], hashes[position])
-            sequence.num_hashed_blocks = num_full
+        if self._scores(newcomer):
+            return [], None  # what is found is not computed, and has no logits
+        return self.prefix_cache.find(newcomer, num_full), None
 
     def _lead(self, request: Request) -> None:
         """Have the first choice that is left compute the prompt for those that follow."""

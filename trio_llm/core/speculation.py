@@ -24,7 +24,7 @@ from trio_llm.core.drafter import Drafter, NgramDrafter
 from trio_llm.core.executor import Executor
 from trio_llm.core.request import Sequence
 from trio_llm.core.sampling_params import SamplingParams
-from trio_llm.core.step import Row, StepPlan
+from trio_llm.core.step import Row, SamplingTask, StepPlan
 
 logger = structlog.get_logger(__name__)
 
@@ -58,7 +58,7 @@ class StepCosts:
         sizes = [size for size in (1, 2, 3, 5, 9, 17, 33) if size <= limit]
         params = SamplingParams(temperature=1.0).resolved(SamplingParams(), max_tokens=limit, seed=0)
         points: list[tuple[int, float]] = []
-        executor.admit(-1, params, 0)
+        executor.admit(-1, SamplingTask(params))
         try:
             for size in sizes:
                 blocks = tuple(range(-(-size // info.block_size)))

@@ -7,7 +7,36 @@ from collections.abc import Mapping
 import attrs
 
 from trio_llm.core.request import FinishReason
+from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.errors import TrioLLMError
+
+
+@attrs.frozen
+class SamplingTask:
+    """What an executor is told of a sequence once, before its first row."""
+
+    params: SamplingParams
+    """Resolved."""
+    choice: int = 0
+    """Index of the sequence among its request's choices."""
+    prompt_token_ids: tuple[int, ...] = ()
+    eos_token_ids: frozenset[int] = frozenset()
+    """Tokens that end it."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """The params' bad words as tokens."""
+
+
+@attrs.frozen
+class TokenLogprobs:
+    """A token's log-probability and those of the likeliest tokens at its place.
+
+    They are the model's own: no temperature, penalty or bias is in them.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability), the likeliest first; as many as were asked for."""
 
 
 @attrs.frozen
@@ -33,6 +62,9 @@ class Row:
     output_index: int
     """Index, among the sequence's outputs, of the first token it samples: with seed
     and choice it keys the noise."""
+    score: bool = False
+    """Whether the log-probabilities of the prompt's tokens are wanted: of those that
+    come right after a token of this row."""
     block_copies: tuple[tuple[int, int], ...] = ()
     """Blocks to copy (source, destination) before anything is written."""
 
@@ -54,6 +86,10 @@ class StepResult:
     sampled (none where the row wanted none; one more than the accepted drafts where it did)."""
 
     token_ids: tuple[tuple[int, ...], ...]
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = attrs.field(factory=dict)
+    """By sequence id, where the sequence asks for them: one for each token sampled."""
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = attrs.field(factory=dict)
+    """By sequence id, where the row asks for them."""
     failures: Mapping[int, Exception] = attrs.field(factory=dict, kw_only=True)
     """Rows, by their place in the plan, that failed by themselves while the others went well:
     logits that are not finite, say.  Such a row has no tokens."""
@@ -71,6 +107,10 @@ class SequenceOutput:
     error: TrioLLMError | None = None
     num_cached_tokens: int = 0
     """Prompt tokens of the request that were not computed but found."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of token_ids, where the request asks for them."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each token of the prompt after the first, on the first output of a request that asks for them."""
 
 
 @attrs.frozen

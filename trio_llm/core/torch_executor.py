@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
 
 from trio_llm.core.attention import SequenceSpan
 from trio_llm.core.executor import ExecutorInfo
+from trio_llm.core.logits import Edits, Rewriter
+from trio_llm.core.logprobs import token_logprobs
 from trio_llm.core.model import PagedModel, SpanInput
 from trio_llm.core.sampler import Draw, sample
-from trio_llm.core.sampling_params import SamplingParams
-from trio_llm.core.step import Row, StepPlan, StepResult
+from trio_llm.core.step import Row, SamplingTask, StepPlan, StepResult, TokenLogprobs
 
 _cpu_lock = threading.Lock()
 """CPU engines of one process take turns: two steps at once would fight for the same cores."""
 
 
+MAX_SCORED_TOKENS = 64
+"""Prompt tokens whose logits are made at a time: they are large, and a prompt has many."""
+
+
 @attrs.define(eq=False)
 class _SequenceState:
-    params: SamplingParams
-    choice: int
+    task: SamplingTask
+    rewriter: Rewriter | None
     block_table: list[int] = attrs.field(factory=list)
+
+
+@attrs.frozen
+class _Handle:
+    """A step that was launched."""
+
+    plan: StepPlan
+    logits: torch.Tensor
+    """Of the rows that sample, one for each draft and one more, in the plan's order."""
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]]
 
 
 class TorchExecutor:
@@ -50,46 +65,138 @@ class TorchExecutor:
     def info(self) -> ExecutorInfo:
         return self._info
 
-    def admit(self, sequence_id: int, params: SamplingParams, index: int) -> None:
-        self._sequences[sequence_id] = _SequenceState(params, index)
+    def admit(self, sequence_id: int, task: SamplingTask) -> None:
+        rewriter = Rewriter(task) if Rewriter.needed(task) else None
+        self._sequences[sequence_id] = _SequenceState(task, rewriter)
 
     def release(self, sequence_id: int) -> None:
         self._sequences.pop(sequence_id, None)
 
-    def launch(self, plan: StepPlan) -> tuple[StepPlan, torch.Tensor]:
+    def launch(self, plan: StepPlan) -> _Handle:
+        for row in plan.rows:
+            self._sequences[row.sequence_id].block_table[row.num_prior_blocks :] = row.new_blocks
+        prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        logits: dict[int, torch.Tensor] = {}
+        with self._turn():
+            self._model.backend.copy_blocks([pair for row in plan.rows for pair in row.block_copies])
+            scored = [row for row in plan.rows if row.score]
+            for row in scored:
+                prompt_logprobs[row.sequence_id], logits[row.sequence_id] = self._score(row)
+            others = [row for row in plan.rows if not row.score]
+            made = self._forward(others) if others else torch.empty(0)
+            if scored:
+                made = self._in_order(plan, made, logits)
+            return _Handle(plan, made, prompt_logprobs)
+
+    def _forward(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Compute rows together; the logits of those that sample."""
         inputs: list[SpanInput] = []
         wanted: list[int] = []
         offset = 0
-        for row in plan.rows:
-            table = self._sequences[row.sequence_id].block_table
-            table[row.num_prior_blocks :] = row.new_blocks
-            inputs.append(SpanInput(row.token_ids, SequenceSpan(row.start, len(row.token_ids), table)))
+        for row in rows:
+            inputs.append(self._input(row, 0, len(row.token_ids)))
             offset += len(row.token_ids)
             if row.sample:
                 wanted += range(offset - 1 - row.num_drafts, offset)
-        with self._turn():
-            self._model.backend.copy_blocks([pair for row in plan.rows for pair in row.block_copies])
-            # where no logits are wanted, one row of them is still made: the model knows no none
-            return plan, self._model.forward(inputs, wanted or [offset - 1])
+        # where no logits are wanted, one row of them is still made: the model knows no none
+        return self._model.forward(inputs, wanted or [offset - 1])[: len(wanted)]
 
-    def collect(self, handle: tuple[StepPlan, torch.Tensor]) -> StepResult:
-        plan, logits = handle
-        draws = [draw for row in plan.rows for draw in self._draws(row)]
-        with self._turn():
-            tokens = sample(logits, draws) if draws else []
-        results: list[tuple[int, ...]] = []
+    def _score(self, row: Row) -> tuple[tuple[TokenLogprobs, ...], torch.Tensor]:
+        """Compute a row of a prompt in pieces, with the logits of each of its tokens.
+
+        Returns:
+            The log-probabilities of the prompt's tokens that follow, and the logits that are sampled.
+        """
+        task = self._sequences[row.sequence_id].task
+        scores: list[TokenLogprobs] = []
+        sampled: list[torch.Tensor] = []
+        for begin in range(0, len(row.token_ids), MAX_SCORED_TOKENS):
+            end = min(begin + MAX_SCORED_TOKENS, len(row.token_ids))
+            logits = self._model.forward([self._input(row, begin, end)], range(end - begin))
+            following = task.prompt_token_ids[row.start + begin + 1 : row.start + end + 1]
+            num_top = [task.params.prompt_logprobs or 0] * len(following)
+            scores += token_logprobs(logits[: len(following)], following, num_top)
+            if row.sample:
+                first = max(len(row.token_ids) - 1 - row.num_drafts - begin, 0)
+                sampled.append(logits[first:].clone())
+        return tuple(scores), torch.cat(sampled) if sampled else torch.empty(0)
+
+    def _in_order(self, plan: StepPlan, together: torch.Tensor, alone: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Logits that were made together and alone, in the order of the plan's rows."""
+        parts: list[torch.Tensor] = []
         offset = 0
         for row in plan.rows:
-            count = row.num_drafts + 1 if row.sample else 0
-            results.append(agreed(tokens[offset : offset + count], row))
-            offset += count
-        return StepResult(tuple(results))
+            if row.sample and row.score:
+                parts.append(alone[row.sequence_id])
+            elif row.sample:
+                parts.append(together[offset : offset + row.num_drafts + 1])
+                offset += row.num_drafts + 1
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    def _input(self, row: Row, begin: int, end: int) -> SpanInput:
+        table = self._sequences[row.sequence_id].block_table
+        return SpanInput(row.token_ids[begin:end], SequenceSpan(row.start + begin, end - begin, table))
+
+    def collect(self, handle: _Handle) -> StepResult:
+        plan, logits = handle.plan, handle.logits
+        rows = [row for row in plan.rows if row.sample]
+        draws = [draw for row in rows for draw in self._draws(row)]
+        if not draws:
+            return StepResult(((),) * len(plan.rows), prompt_logprobs=handle.prompt_logprobs)
+        with self._turn():
+            # reported log-probabilities are those before anything below
+            reported = [number for number, draw in enumerate(draws) if draw.params.logprobs is not None]
+            own = logits[reported] if reported else logits[:0]
+            self._edits(rows).apply(logits)
+            tokens = sample(logits, draws)
+            found = token_logprobs(
+                own,
+                [tokens[number] for number in reported],
+                [draws[number].params.logprobs or 0 for number in reported],
+            )
+        by_number = dict(zip(reported, found, strict=True))
+        sampled: dict[int, tuple[int, ...]] = {}
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        offset = 0
+        for row in rows:
+            run = agreed(tokens[offset : offset + row.num_drafts + 1], row)
+            sampled[row.sequence_id] = run
+            if offset in by_number:
+                logprobs[row.sequence_id] = tuple(by_number[offset + position] for position in range(len(run)))
+            rewriter = self._sequences[row.sequence_id].rewriter
+            if rewriter is not None:
+                for token in run:
+                    rewriter.push(token)
+            offset += row.num_drafts + 1
+        results = tuple(sampled.get(row.sequence_id, ()) for row in plan.rows)
+        return StepResult(results, logprobs, handle.prompt_logprobs)
 
     def _draws(self, row: Row) -> Iterator[Draw]:
-        state = self._sequences[row.sequence_id]
-        if row.sample:
-            for draft in range(row.num_drafts + 1):
-                yield Draw(state.params, state.choice, row.output_index + draft)
+        task = self._sequences[row.sequence_id].task
+        for draft in range(row.num_drafts + 1):
+            yield Draw(task.params, task.choice, row.output_index + draft)
+
+    def _edits(self, rows: Sequence[Row]) -> Edits:
+        """What is to be done to the logits of the rows that sample.
+
+        At a drafted position the drafts before it count as output.
+        """
+        edits = Edits()
+        number = 0
+        for row in rows:
+            rewriter = self._sequences[row.sequence_id].rewriter
+            if rewriter is None:
+                number += row.num_drafts + 1
+                continue
+            # a step that failed may have gone further
+            rewriter.rewind(row.output_index)
+            rewriter.edit(number, edits)
+            for position in range(row.num_drafts):
+                rewriter.push(row.token_ids[len(row.token_ids) - row.num_drafts + position])
+                rewriter.edit(number + position + 1, edits)
+            rewriter.rewind(row.output_index)
+            number += row.num_drafts + 1
+        return edits
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:

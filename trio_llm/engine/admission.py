@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
+from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.errors import ContextLengthExceeded, InvalidRequest
+
+T = TypeVar("T")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 """A text to continue, token ids, or chat messages."""
@@ -33,9 +36,24 @@ async def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
     return items
 
 
-async def _in_thread(tokenize: Callable[[Any, Any], Iterable[int]], tokenizer: Any, prompt: Any) -> list[int]:
+async def tokenize_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that spell words: at the beginning of a text, and after a space."""
+    return tuple(await _in_thread(_encode_words, tokenizer, words)) if words else ()
+
+
+def _encode_words(tokenizer: Any, words: Iterable[str]) -> list[tuple[int, ...]]:
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip()
+        for text in (bare, f" {bare}") if bare else (word,):
+            found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+    found.pop((), None)
+    return list(found)
+
+
+async def _in_thread(tokenize: Callable[[Any, Any], Iterable[T]], tokenizer: Any, text: Any) -> list[T]:
     """Templates and long texts take their time; a caller that is cancelled leaves them to end alone."""
-    return list(await trio.to_thread.run_sync(tokenize, tokenizer, prompt, abandon_on_cancel=True))
+    return list(await trio.to_thread.run_sync(tokenize, tokenizer, text, abandon_on_cancel=True))
 
 
 def check_prompt(prompt_token_ids: list[int], max_tokens: int | None, *, vocab_size: int, max_model_len: int) -> None:
@@ -61,3 +79,22 @@ def check_prompt(prompt_token_ids: list[int], max_tokens: int | None, *, vocab_s
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
         )
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse parameters that name tokens which the model does not have.
+
+    Raises:
+        InvalidRequest: `field` names the parameter.
+    """
+    named = {
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for field, token_ids in named.items():
+        if max(token_ids, default=0) >= vocab_size:
+            message = (
+                f"{field} names token {max(token_ids)}, but the vocabulary has {vocab_size} (0 to {vocab_size - 1})"
+            )
+            raise InvalidRequest(message, field=field, limit=vocab_size)

@@ -25,19 +25,21 @@ class TokenDecoder:
 
     Args:
         tokenizer: anything with `decode(ids, skip_special_tokens=...)`.
+        skip_special_tokens: leave special tokens out of the text.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._decode = tokenizer.decode
+        self._skip_special_tokens = skip_special_tokens
         special = getattr(tokenizer, "all_special_ids", ())
         self.vanishing_ids = frozenset(token for token in special if self.decode([token]) == "")
-        """Special tokens, which skip_special_tokens leaves out."""
+        """Special tokens that are no text: those that skip_special_tokens leaves out."""
         self.byte_ids = self._find_byte_ids(tokenizer)
         """SentencePiece's byte-fallback tokens, if it has any."""
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of these tokens, without special ones."""
-        text: str = self._decode(token_ids, skip_special_tokens=True)
+        """The text of these tokens."""
+        text: str = self._decode(token_ids, skip_special_tokens=self._skip_special_tokens)
         return text
 
     def context(self, prompt_token_ids: Sequence[int]) -> list[int]:
@@ -144,16 +146,24 @@ class StopMatcher:
     the same character the longest: so it depends on the text alone and not on where the
     tokens are cut.  Held back is exactly the longest end of the text that a stop string
     could begin with (Knuth, Morris and Pratt's automaton: constant time for a character).
+
+    Args:
+        stops: what ends the text.
+        include_match: let the match itself be part of the text.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include_match: bool = False) -> None:
+        self._include_match = include_match
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._matched = [0] * len(self._stops)
         """For each stop string, how much of it the text ends with."""
         self._held = ""
 
-    def push(self, piece: str) -> tuple[str, bool]:
+    def push(self, piece: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """Take the next piece of text.
+
+        Args:
+            may_stop: whether a match that is complete in this piece ends the text.
 
         Returns:
             The text that can be given now, and whether a stop string ended it.
@@ -169,12 +179,15 @@ class StopMatcher:
                     length = borders[length - 1]
                 length += stop[length] == character
                 if length == len(stop):
-                    longest = max(longest, length)
+                    if may_stop:
+                        longest = max(longest, length)
+                    length = borders[-1]  # where it ends nothing, another may have begun in it
                 self._matched[number] = length
             if longest:
                 self._held = ""
-                return text[: end - longest], True
-        split = len(text) - max(self._matched)
+                return text[: end if self._include_match else end - longest], True
+        # what will be given in any case need not be held back
+        split = len(text) - (0 if self._include_match else max(self._matched))
         self._held = text[split:]
         return text[:split], False
 

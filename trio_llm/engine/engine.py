@@ -20,7 +20,7 @@ from trio_llm.core.executor import Executor
 from trio_llm.core.request import FinishReason, Request
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.core.step import CoreStatistics
-from trio_llm.engine.admission import Prompt, check_prompt
+from trio_llm.engine.admission import Prompt, check_prompt, check_token_ids
 from trio_llm.engine.detokenizer import TokenDecoder
 from trio_llm.engine.generation import Generation
 from trio_llm.engine.loading import Load, Model, load_core
@@ -121,6 +121,8 @@ class Engine:
     """Tokens, prompt and output together, that a request may have."""
     vocab_size: int
     _decoder: TokenDecoder
+    _plain_decoder: TokenDecoder | None
+    """Keeps special tokens; made when first needed."""
 
     def __init__(self, load: Load, settings: EngineSettings, name: str | None, **worker_options: Any) -> None:
         self.settings = settings
@@ -249,11 +251,14 @@ class Engine:
             del self._generations[generation.request_id]
         self._by_core_id.pop(generation.core_id, None)
 
-    def _admit(self, generation: Generation, prompt_token_ids: list[int]) -> None:
+    def _admit(
+        self, generation: Generation, prompt_token_ids: list[int], bad_words: tuple[tuple[int, ...], ...]
+    ) -> None:
         """Let a request in, from counters that live on this thread, or raise."""
         self._raise_if_dead()
         params = generation.params
         check_prompt(prompt_token_ids, params.max_tokens, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        check_token_ids(params, self.vocab_size)
         limit = self.settings.max_num_seqs + self.settings.max_num_queued_reqs
         if params.n > limit:
             raise InvalidRequest(f"n is {params.n}, but the engine holds at most {limit} choices", field="n")
@@ -275,8 +280,25 @@ class Engine:
         self._counters.admitted += 1
         eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
         self._post(
-            Add(Request(core_id, prompt_token_ids, params, eos_token_ids, generation.priority, generation.cache_salt))
+            Add(
+                Request(
+                    core_id,
+                    prompt_token_ids,
+                    params,
+                    eos_token_ids,
+                    generation.priority,
+                    generation.cache_salt,
+                    bad_words,
+                )
+            )
         )
+
+    def _decoder_for(self, params: SamplingParams) -> TokenDecoder:
+        if params.skip_special_tokens:
+            return self._decoder
+        if self._plain_decoder is None:
+            self._plain_decoder = TokenDecoder(self.tokenizer, skip_special_tokens=False)
+        return self._plain_decoder
 
     def _post(self, command: Command) -> None:
         self._worker.post(command)
@@ -300,6 +322,7 @@ class Engine:
         self.max_model_len = min(limits + ([self.settings.max_model_len] if self.settings.max_model_len else []))
         self.vocab_size = core.executor.info.vocab_size
         self._decoder = TokenDecoder(model.tokenizer)
+        self._plain_decoder = None
         return core
 
     def _deliver(self, report: Report) -> None:

@@ -20,8 +20,8 @@ import trio
 
 from trio_llm.core.request import FinishReason
 from trio_llm.core.sampling_params import SamplingParams
-from trio_llm.core.step import SequenceOutput
-from trio_llm.engine.admission import Prompt, tokenize
+from trio_llm.core.step import SequenceOutput, TokenLogprobs
+from trio_llm.engine.admission import Prompt, tokenize, tokenize_bad_words
 from trio_llm.engine.detokenizer import Detokenizer, StopMatcher, TokenDecoder
 from trio_llm.engine.worker import Acknowledge, Finish
 from trio_llm.errors import TrioLLMError
@@ -42,6 +42,8 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     """Set on the choice's last delta."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of token_ids, where the request asks for them."""
 
 
 @attrs.frozen
@@ -65,6 +67,8 @@ class Choice:
     index: int
     token_ids: list[int] = attrs.field(factory=list)
     finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] = attrs.field(factory=list)
+    """One for each of token_ids, where the request asks for them."""
     _pieces: list[str] = attrs.field(factory=list)
 
     @property
@@ -76,6 +80,7 @@ class Choice:
     def extend(self, delta: Delta) -> None:
         """Take in what is new."""
         self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason
         if delta.text:
             self._pieces.append(delta.text)
@@ -92,37 +97,53 @@ class _Track:
         """Of these, what the reader took."""
         self.last_output: float | None = None
         self._detokenizer = Detokenizer(decoder, prompt_token_ids)
-        self._matcher = StopMatcher(params.stop)
+        self._matcher = StopMatcher(params.stop, include_match=params.include_stop_str_in_output)
+        self._shows_end = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
 
     def absorb(self, output: SequenceOutput) -> Delta:
         """What an output of the core means for the reader: its tokens up to the first end."""
         pieces = []
         reason = None
         num_kept = 0
+        ends = output.finish_reason is FinishReason.STOP
         for token in output.token_ids:
-            if output.finish_reason is FinishReason.STOP and num_kept == len(output.token_ids) - 1:
-                num_kept += 1  # an end token is counted, but it is no text
-                break
+            num_kept += 1
+            if ends and num_kept == len(output.token_ids) and not self._shows_end:
+                break  # an end token is counted, but it is no text
             late, own = self._detokenizer.push(token)
-            piece, stopped = self._matcher.push(late)
+            num_before = len(self.choice.token_ids) + num_kept - 1
+            piece, stopped = self._matcher.push(late, may_stop=self._may_stop(num_before))
             pieces.append(piece)
-            if not stopped:
-                num_kept += 1
-                piece, stopped = self._matcher.push(own)
+            if stopped:
+                num_kept -= 1
+            else:
+                piece, stopped = self._matcher.push(own, may_stop=self._may_stop(num_before + 1))
                 pieces.append(piece)
             if stopped:
                 reason = FinishReason.STOP
                 break
         if reason is None and output.finish_reason is not None:
-            tail, stopped = self.flush()
+            tail, stopped = self.flush(num_kept)
             pieces.append(tail)
             reason = FinishReason.STOP if stopped else output.finish_reason
-        return Delta(self.choice.index, "".join(pieces), output.token_ids[:num_kept], reason)
+        return Delta(
+            self.choice.index, "".join(pieces), output.token_ids[:num_kept], reason, output.logprobs[:num_kept]
+        )
 
-    def flush(self) -> tuple[str, bool]:
-        """The text held back, now that no token follows, and whether a stop string ends it."""
-        text, stopped = self._matcher.push(self._detokenizer.flush())
+    def flush(self, num_new: int = 0) -> tuple[str, bool]:
+        """The text held back, now that no token follows, and whether a stop string ends it.
+
+        Args:
+            num_new: tokens that the choice does not have yet.
+        """
+        may_stop = self._may_stop(len(self.choice.token_ids) + num_new)
+        text, stopped = self._matcher.push(self._detokenizer.flush(), may_stop=may_stop)
         return (text, True) if stopped else (text + self._matcher.flush(), False)
+
+    def _may_stop(self, num_tokens: int) -> bool:
+        """Whether a stop string that is complete with so many tokens ends the choice."""
+        return num_tokens > self._min_tokens or self._min_tokens == 0
 
 
 class Generation:
@@ -163,6 +184,8 @@ class Generation:
         """Known once the block is entered."""
         self.params = params
         """Resolved (no None left) once the block is entered."""
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        """Of the prompt's tokens after the first, where the request asks for them; known with the first delta."""
         self.choices = [Choice(index) for index in range(params.n)]
         self.core_id = ""
         """The core's name for it, never used again; empty until it is admitted."""
@@ -191,10 +214,11 @@ class Generation:
         self._send, self._receive = trio.open_memory_channel(capacity)
         try:
             prompt_token_ids = await tokenize(engine.tokenizer, self._prompt)
+            bad_words = await tokenize_bad_words(engine.tokenizer, self.params.bad_words)
             if self._failure is not None:
                 raise self._failure
             if not self._ended and not self._abort_requested:
-                engine._admit(self, prompt_token_ids)
+                engine._admit(self, prompt_token_ids, bad_words)
         except BaseException:
             engine._release(self)
             self._ended = True
@@ -277,7 +301,7 @@ class Generation:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self._admitted_at = trio.current_time()
-        decoder = self._engine._decoder
+        decoder = self._engine._decoder_for(params)
         self._tracks = [_Track(choice, decoder, prompt_token_ids, params) for choice in self.choices]
 
     def _accept(self, output: SequenceOutput) -> None:
@@ -290,6 +314,8 @@ class Generation:
         if output.error is not None:
             self._fail(output.error)
             return
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         try:
             delta = track.absorb(output)
         except Exception:

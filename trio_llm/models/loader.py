@@ -193,12 +193,19 @@ def _defaults(model: Any) -> SamplingParams:
     it does not, greedy is the recommendation.
     """
     config = model.generation_config
-    if config is None or config.do_sample is None:
+    if config is None:
         return SamplingParams()
+    repetition_penalty = getattr(config, "repetition_penalty", None)  # with or without sampling
     if not config.do_sample:
-        return SamplingParams(temperature=0.0)
+        temperature = None if config.do_sample is None else 0.0
+        return SamplingParams(temperature=temperature, repetition_penalty=repetition_penalty)
     return SamplingParams(
-        temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, min_p=getattr(config, "min_p", None)
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=getattr(config, "min_p", None),
+        typical_p=getattr(config, "typical_p", None),
+        repetition_penalty=repetition_penalty,
     )
 
 
