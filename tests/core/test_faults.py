@@ -55,6 +55,7 @@ def test_what_the_allocators_raise_is_known() -> None:
         torch.empty(2**60, dtype=torch.uint8, device="cpu")
     assert is_out_of_memory(caught.value)
     assert all(is_out_of_memory(kind()) for kind in (cuda, cpu, python))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
     assert not is_out_of_memory(ValueError("can't allocate memory"))
 
@@ -178,7 +179,10 @@ def test_the_memory_of_the_step_that_failed_is_given_back_before_the_next_is_tri
         activations = Tensor()
         held.append(weakref.ref(activations))
         if plan.num_tokens > 2:
-            raise cuda()
+            try:
+                raise ValueError("what led to it")
+            except ValueError:
+                raise cuda() from None
 
     executor = FaultyExecutor()
     executor.on_launch = fail

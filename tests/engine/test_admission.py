@@ -98,6 +98,30 @@ async def test_the_queue(autojump_clock: MockClock) -> None:
             assert len([delta async for delta in generation]) == 2
 
 
+async def test_the_queue_in_tokens(autojump_clock: MockClock) -> None:
+    async with open_simulation(max_num_queued_tokens=20, seconds_per_turn=1) as engine:
+        async with engine.generate([1] * 15, max_tokens=3) as first:
+            error = await refused(engine, [1] * 6)
+            assert isinstance(error, QueueFull)
+            assert error.details["limit"] == 20
+            for number in ("15", "20"):
+                assert number in error.message
+            async with engine.generate([1] * 5, max_tokens=3) as second:
+                # who has a first token waits no more
+                await anext(first)
+                await anext(second)
+                async with engine.generate([1] * 20, n=2, max_tokens=3) as third:
+                    assert isinstance(await refused(engine, [1]), QueueFull)
+                    third.abort()
+                # alone in the queue, a prompt may be longer than it
+                async with engine.generate([1] * 50, max_tokens=3):
+                    assert isinstance(await refused(engine, [1]), QueueFull)
+        assert engine._num_queued_tokens == 0
+        async with engine.generate([1] * 15, max_tokens=1) as last:
+            assert len([delta async for delta in last]) == 1
+        assert engine.statistics().admitted == 5
+
+
 async def test_seeds_and_defaults(open_fake: OpenFake) -> None:
     model = FakeModel(defaults=SamplingParams(temperature=0.6, top_p=0.9))
     async with open_fake(model=model) as engine:

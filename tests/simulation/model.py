@@ -16,7 +16,7 @@ import torch
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.core.request import FinishReason
 from trio_llm.core.sampling_params import SamplingParams
-from trio_llm.core.step import Row, StepPlan, StepResult
+from trio_llm.core.step import Row, SamplingTask, StepPlan, StepResult
 from trio_llm.engine.simulation import ByteTokenizer
 
 VOCAB_SIZE = 128
@@ -125,7 +125,8 @@ class SimulatedExecutor(FakeExecutor):
             )
             self._limit = random.choice([1, 1, 2, 4])
 
-    def admit(self, sequence_id: int, params: SamplingParams, index: int) -> None:
+    def admit(self, sequence_id: int, task: SamplingTask) -> None:
+        params, index = task.params, task.choice
         assert params.seed is not None
         poison = self.poisons.get(params.seed)
         if poison is not None and (poison.choice == index or poison.kind == "admit raises"):
@@ -133,7 +134,7 @@ class SimulatedExecutor(FakeExecutor):
                 self._count(poison.kind)
                 raise ValueError("this request cannot be prepared")
             self._poisoned[sequence_id] = poison
-        super().admit(sequence_id, params, index)
+        super().admit(sequence_id, task)
 
     def release(self, sequence_id: int) -> None:
         self._poisoned.pop(sequence_id, None)
@@ -174,7 +175,7 @@ class SimulatedExecutor(FakeExecutor):
         if not failures:
             return result
         tokens = tuple(() if place in failures else each for place, each in enumerate(result.token_ids))
-        return StepResult(tokens, failures=failures)
+        return attrs.evolve(result, token_ids=tokens, failures=failures)
 
     def check(self) -> None:
         if self.is_dead:
@@ -193,7 +194,8 @@ class SimulatedExecutor(FakeExecutor):
         self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def _sample(self, row: Row) -> tuple[int, ...]:
-        params, choice = self.sequences[row.sequence_id]
+        task = self.sequences[row.sequence_id]
+        params, choice = task.params, task.choice
         assert params.seed is not None
         key, poison = params.seed & 0xFFFFFF, self.poisons.get(params.seed)
         self.next_token = lambda context, index: next_token(context, key, index, poison, choice)

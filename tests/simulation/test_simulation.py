@@ -18,6 +18,7 @@ import trio
 
 from trio_llm.core.block_pool import BlockPool
 from trio_llm.core.engine_core import EngineCore
+from trio_llm.core.prefix_cache import PrefixCache
 from trio_llm.core.scheduler import Scheduler
 
 from .replay import replayable
@@ -166,7 +167,7 @@ def let_the_last_in_first(_: Any) -> Any:
     ("owner", "name", "defect"),
     [
         (BlockPool, "free", free_too_little),
-        (Scheduler, "_hashes", find_what_is_not_there),
+        (PrefixCache, "_hashes", find_what_is_not_there),
         (Scheduler, "_first_waiting", let_the_last_in_first),
         (EngineCore, "finish", be_deaf_to_some),
         (EngineCore, "acknowledge", lose_credit),

@@ -9,7 +9,7 @@ import structlog
 from trio_llm.config import EngineSettings
 from trio_llm.core.block_pool import BlockPool
 from trio_llm.core.executor import Executor
-from trio_llm.core.faults import TokenLimit, first_parts, is_out_of_memory, smaller_parts
+from trio_llm.core.faults import TokenLimit, first_parts, is_out_of_memory, smaller_parts, without_frames
 from trio_llm.core.request import FinishReason, Request, Sequence
 from trio_llm.core.scheduler import Scheduler
 from trio_llm.core.speculation import Speculation, speculation_for
@@ -142,8 +142,7 @@ class EngineCore:
         try:
             return self._execute(plan), None
         except Exception as error:
-            # its traceback would hold the memory of the step that failed
-            return [], error.with_traceback(None)
+            return [], without_frames(error)
 
     def _execute_in_parts(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
         self._num_failed_steps += 1

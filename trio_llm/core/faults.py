@@ -14,6 +14,9 @@ from trio_llm.core.step import Row, StepPlan
 RECOVERY_STEPS = 16
 """Steps that must go well before a token limit that memory forced on the engine is doubled."""
 
+OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What the CPU's allocator, CUDA beside torch's allocator, and cuBLAS say: they have no class of their own for it."""
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: CUDA's and other accelerators' own error, the CPU allocator's, or Python's."""
@@ -21,8 +24,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # the CPU allocator has no class of its own for it
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+
+
+def without_frames(error: Exception) -> Exception:
+    """The error without its traceback and those of what led to it: they hold the tensors of the step that failed."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
 
 
 def first_parts(plan: StepPlan, *, out_of_memory: bool) -> list[StepPlan]:
