@@ -84,7 +84,7 @@ def simulate(seed: int, log: list[object] | None = None) -> Totals:
     return simulation.totals
 
 
-async def slow_tokenize(tokenizer: object, prompt: Prompt) -> list[int]:
+async def slow_tokenize(tokenizer: object, prompt: Prompt, limiter: trio.CapacityLimiter) -> list[int]:
     """In place of the thread: a wait on the simulated clock."""
     if prompt.delay:
         await trio.sleep(prompt.delay)
