@@ -5,6 +5,7 @@ from __future__ import annotations
 from trio_llm.config import EngineSettings
 from trio_llm.core.attention import SdpaBackend
 from trio_llm.core.engine_core import EngineCore
+from trio_llm.core.linear import speed_up_linears
 from trio_llm.core.memory import num_kv_blocks
 from trio_llm.core.model import PagedModel
 from trio_llm.core.speculation import StepCosts, speculation_for
@@ -21,6 +22,7 @@ def build_core(loaded: LoadedModel, settings: EngineSettings) -> EngineCore:
         ConfigurationError: the KV memory is too small, or max_model_len above the model's own.
     """
     device = loaded.model.device
+    speed_up_linears(loaded.model)
     backend = SdpaBackend(device, settings.block_size or 16)
     model = PagedModel(loaded.model, backend)
     max_model_len = settings.max_model_len or loaded.max_model_len
