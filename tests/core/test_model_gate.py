@@ -15,7 +15,7 @@ from trio_llm.config import EngineSettings
 from trio_llm.core import attention
 from trio_llm.core.build import build_core
 from trio_llm.core.sampling_params import SamplingParams
-from trio_llm.errors import ModelNotSupported
+from trio_llm.errors import ConfigurationError, ModelNotSupported
 from trio_llm.models.loader import LoadedModel
 
 from .helpers import make_request, run
@@ -228,6 +228,12 @@ def test_build_core_works_for_one_short_sequence() -> None:
     core = build_core(loaded(build("llama")), settings)
     outputs, _ = run(core, [make_request("a", [1, 2, 3], max_tokens=12)])
     assert len(outputs["a", 0]) == 12
+
+
+def test_build_core_refuses_a_context_that_the_model_has_not() -> None:
+    with pytest.raises(ConfigurationError, match="max_model_len is 257, but the model's context is 256") as caught:
+        build_core(loaded(build("llama")), EngineSettings(max_model_len=257))
+    assert caught.value.field == "max_model_len"
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3])

@@ -65,6 +65,8 @@ def test_smollm2_is_described_in_full(smollm2: LoadedModel) -> None:
     # <|im_end|>, which the file names, and <|endoftext|>, which it only has
     assert smollm2.eos_token_ids == {0, 2}
     assert smollm2.tokenizer.chat_template
+    assert smollm2.load_seconds > 0
+    assert smollm2.import_seconds >= 0
     assert not smollm2.model.training
     assert not any(parameter.requires_grad for parameter in smollm2.model.parameters())
     assert smollm2.model.config._attn_implementation == "sdpa"

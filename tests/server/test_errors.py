@@ -275,3 +275,10 @@ async def test_unexpected_errors_tell_nothing(serving, monkeypatch, caplog):
         answer = await server.ask("POST", CHAT, HI)
         check(answer, 500, "internal_error")
         assert b"secret" not in answer.body
+
+
+async def test_an_integer_that_is_too_long_is_told_its_limit(serving):
+    async with serving() as server:
+        answer = await server.ask("POST", CHAT, {**HI, "seed": 10**20})
+        check(answer, 400, "invalid_type", "seed")
+        assert "at most 64 bits" in answer.json["error"]["message"]

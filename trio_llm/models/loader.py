@@ -9,6 +9,7 @@ which is the process's.  `_dtype_of_this_thread` has it say so to this thread al
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import structlog
 
 from trio_llm.config import EngineSettings
 from trio_llm.core.sampling_params import SamplingParams
@@ -26,6 +28,8 @@ from trio_llm.models.catalogue import CATALOGUE, resolve
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = structlog.get_logger(__name__)
 
 _LOAD_LOCK = threading.Lock()
 
@@ -49,6 +53,9 @@ class LoadedModel:
     max_model_len: int
     """The model's own limit, prompt and output together."""
     load_seconds: float
+    """Without the imports."""
+    import_seconds: float = 0.0
+    """Of torch and transformers; next to nothing if the process had them already."""
     """Without torch and transformers' import, and without a download from the catalogue."""
 
 
@@ -66,6 +73,7 @@ def load_model(reference: str, *, settings: EngineSettings | None = None) -> Loa
         ConfigurationError: device or dtype cannot be had here.
     """
     settings = settings or EngineSettings()
+    import_seconds = _import_libraries()
     device = resolve_device(settings)
     dtype = resolve_dtype(settings, device)
     source = resolve(reference)
@@ -77,7 +85,7 @@ def load_model(reference: str, *, settings: EngineSettings | None = None) -> Loa
             else:
                 model, tokenizer, end_tokens = _load_pretrained(str(source), dtype, settings)
             model.to(device).eval().requires_grad_(False)
-            return LoadedModel(
+            loaded = LoadedModel(
                 name=_name(reference, source),
                 model=model,
                 tokenizer=tokenizer,
@@ -85,12 +93,23 @@ def load_model(reference: str, *, settings: EngineSettings | None = None) -> Loa
                 eos_token_ids=_end_tokens(model, tokenizer) | end_tokens,
                 max_model_len=_max_model_len(model, tokenizer, settings),
                 load_seconds=time.monotonic() - start,
+                import_seconds=import_seconds,
             )
         except (ModelLoadError, ConfigurationError):
             raise
         except Exception as error:  # transformers and torch raise all kinds
             either = "" if isinstance(source, Path) else " (and there is no such directory here)"
             raise ModelLoadError(f"{reference} cannot be loaded{either}: {_reason(error)}", field="model") from error
+    seconds = {"load_seconds": round(loaded.load_seconds, 2), "import_seconds": round(import_seconds, 2)}
+    logger.info("model loaded", model=loaded.name, **seconds)
+    return loaded
+
+
+def _import_libraries() -> float:
+    """Import what every load needs; gives the seconds that it took."""
+    start = time.monotonic()
+    importlib.import_module("transformers.models.auto.modeling_auto")
+    return time.monotonic() - start
 
 
 def resolve_device(settings: EngineSettings) -> torch.device:
