@@ -123,6 +123,10 @@ class Engine:
     max_model_len: int
     """Tokens, prompt and output together, that a request may have."""
     vocab_size: int
+    load_seconds: float
+    """Of the model, without the imports."""
+    import_seconds: float
+    """Of the libraries that loading needs, if they were not there already."""
     _decoder: TokenDecoder
     _plain_decoder: TokenDecoder | None
     """Keeps special tokens; made when first needed."""
@@ -325,6 +329,8 @@ class Engine:
         self.name = self._name or model.name
         self.tokenizer = model.tokenizer
         self.defaults = model.defaults
+        self.load_seconds = getattr(model, "load_seconds", 0.0)
+        self.import_seconds = getattr(model, "import_seconds", 0.0)
         self.eos_token_ids = frozenset(model.eos_token_ids)
         self.max_model_len = min(limits + ([self.settings.max_model_len] if self.settings.max_model_len else []))
         self.vocab_size = core.executor.info.vocab_size

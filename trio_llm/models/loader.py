@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import structlog
 
 from trio_llm.config import EngineSettings
 from trio_llm.core.sampling_params import SamplingParams
@@ -28,8 +27,6 @@ from trio_llm.models.catalogue import CATALOGUE, resolve
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-logger = structlog.get_logger(__name__)
 
 _LOAD_LOCK = threading.Lock()
 
@@ -85,7 +82,7 @@ def load_model(reference: str, *, settings: EngineSettings | None = None) -> Loa
             else:
                 model, tokenizer, end_tokens = _load_pretrained(str(source), dtype, settings)
             model.to(device).eval().requires_grad_(False)
-            loaded = LoadedModel(
+            return LoadedModel(
                 name=_name(reference, source),
                 model=model,
                 tokenizer=tokenizer,
@@ -100,9 +97,6 @@ def load_model(reference: str, *, settings: EngineSettings | None = None) -> Loa
         except Exception as error:  # transformers and torch raise all kinds
             either = "" if isinstance(source, Path) else " (and there is no such directory here)"
             raise ModelLoadError(f"{reference} cannot be loaded{either}: {_reason(error)}", field="model") from error
-    seconds = {"load_seconds": round(loaded.load_seconds, 2), "import_seconds": round(import_seconds, 2)}
-    logger.info("model loaded", model=loaded.name, **seconds)
-    return loaded
 
 
 def _import_libraries() -> float:

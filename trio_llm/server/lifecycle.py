@@ -72,6 +72,12 @@ class Lifecycle:
         """
         try:
             async with open_engine() as engine:
+                logger.info(
+                    "model loaded",
+                    model=engine.name,
+                    load_seconds=round(engine.load_seconds, 2),
+                    import_seconds=round(engine.import_seconds, 2),
+                )
                 for name in names or (engine.name,):
                     self.registry[name] = engine
                 self.opened.set()
