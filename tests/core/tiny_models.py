@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trio_llm.config import EngineSettings
 from trio_llm.core.attention import SdpaBackend
 from trio_llm.core.engine_core import EngineCore
+from trio_llm.core.linear import speed_up_linears
 from trio_llm.core.model import PagedModel
 from trio_llm.core.torch_executor import TorchExecutor
 
@@ -129,6 +130,7 @@ class Comparison:
 
 
 def paged(model: PreTrainedModel, *, block_size: int = 16, num_blocks: int = 64) -> PagedModel:
+    speed_up_linears(model)  # as build_core does
     paged_model = PagedModel(model, SdpaBackend(CPU, block_size))
     paged_model.allocate(num_blocks)
     return paged_model
