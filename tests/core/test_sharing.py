@@ -26,7 +26,7 @@ def test_cache_chunks_preemption_choices_and_aborts_together(architecture: str) 
     for caching, budget, num_blocks, n in itertools.product((True, False), (9, 512), (22, 160), (1, 3)):
         core = core_of(model, num_blocks=num_blocks, max_num_batched_tokens=budget, enable_prefix_caching=caching)
         these = [make_request(str(i), prompt, max_tokens=NUM_TOKENS, n=n) for i, prompt in enumerate(prompts)]
-        gone = make_request("gone", PREFIX + [20, 30], max_tokens=NUM_TOKENS, n=3)
+        gone = make_request("gone", [*PREFIX, 20, 30], max_tokens=NUM_TOKENS, n=3)
         for request in [these[0], gone, *these[1:]]:
             core.add(request)
         outputs: dict[tuple[str, int], list[int]] = {}
