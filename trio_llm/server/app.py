@@ -23,18 +23,7 @@ logger = structlog.get_logger(__name__)
 
 
 def create_app(settings: ServerSettings | str | None = None, *, registry: Registry | None = None) -> App:
-    """The application, for `hypercorn -k trio 'trio_llm:create_app()'` or for an embedding program.
-
-    Args:
-        settings: ServerSettings, or the path of a TOML file; None reads the environment and the
-            file that TRIO_LLM_CONFIG names.
-        registry: engines that are open already, or will be put in later; the application then opens
-            and closes none.  Without it the application opens an engine of its own for as long as
-            it is served.
-
-    Raises:
-        ConfigurationError: a setting is wrong.
-    """
+    """Make the application: `trio_llm.create_app`, where it is documented, calls this."""
     if not isinstance(settings, ServerSettings):
         settings = resolve(config=settings)
     app = App(settings, Registry() if registry is None else registry)
