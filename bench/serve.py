@@ -1,9 +1,10 @@
-"""A closed-loop load on any OpenAI-compatible server: `python bench/serve.py --url http://127.0.0.1:8000`.
+"""A load on any OpenAI-compatible server: `python bench/serve.py --url http://127.0.0.1:8000`.
 
-Each of `--concurrency` clients sends a streaming chat completion, reads it to its end
-and sends the next, until `--requests` were answered.  That is repeated, and medians
-are reported with their lowest and highest value.  docs/benchmarks.md says what the
-columns mean.
+Closed loop: each of `--concurrency` clients sends a streaming chat completion, reads it to its end
+and sends the next, until `--requests` were answered.  Open loop: requests come at random at a
+`--rate`, whether those before them were answered or not, as the public's do.  Either is
+repeated, and medians are reported with their lowest and highest value.  docs/benchmarks.md says
+what the columns mean.
 """
 
 from __future__ import annotations
@@ -202,6 +203,29 @@ async def closed_loop(
     return answers
 
 
+async def open_loop(
+    connect: Connect, host: str, path: str, load: Load, run: str, *, rate: float, requests: int
+) -> list[Answer]:
+    """`requests` answers to requests that arrive as a Poisson process of `rate` a second, seeded."""
+    answers: list[Answer] = []
+    arrivals = random.Random(f"{load.seed} {run}")
+
+    async def one_request(index: int) -> None:
+        client = Client(connect, host)
+        try:
+            answers.append(await ask(client, path, load, run, index))
+        finally:
+            await client.aclose()
+
+    async with trio.open_nursery() as nursery:
+        due = trio.current_time()
+        for index in range(requests):
+            await trio.sleep_until(due)
+            nursery.start_soon(one_request, index)
+            due += arrivals.expovariate(rate)
+    return answers
+
+
 def percentile(samples: Iterable[tuple[float, float]], fraction: float) -> float:
     """The smallest value that at least `fraction` of the weight of (value, weight) lies at or below."""
     ordered = sorted(samples)
@@ -254,59 +278,62 @@ def machine() -> dict[str, Any]:
 
 
 async def measure(connect: Connect, host: str, path: str, load: Load, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All runs of all concurrencies, each after its own warm-up.
+    """All runs of all concurrencies, or of all rates, each after its own warm-up.
 
     Raises:
         SystemExit: an answer of a warm-up failed; measuring makes no sense then.
     """
     results = []
-    for concurrency in args.concurrency:
+    for level in args.rate or args.concurrency:
+        concurrency = 8 if args.rate else level
         warm = await closed_loop(
-            connect, host, path, load, f"warm {concurrency}", concurrency=concurrency, requests=max(2, concurrency)
+            connect, host, path, load, f"warm {level}", concurrency=concurrency, requests=max(2, concurrency)
         )
         if failed := [answer.failure for answer in warm if answer.failure is not None]:
             raise SystemExit(f"warm-up failed: {failed[0]}")
         repeats = []
         for repeat in range(args.repeats):
             load_average, cpu_before = os.getloadavg()[0], sum(os.times()[:2])
-            answers = await closed_loop(
-                connect,
-                host,
-                path,
-                load,
-                f"{concurrency} {repeat}",
-                concurrency=concurrency,
-                requests=max(concurrency, args.requests or max(8, 4 * concurrency)),
-            )
+            run, requests = f"{level} {repeat}", max(concurrency, args.requests or max(8, 4 * concurrency))
+            if args.rate:
+                answers = await open_loop(connect, host, path, load, run, rate=level, requests=requests)
+            else:
+                answers = await closed_loop(connect, host, path, load, run, concurrency=concurrency, requests=requests)
             summary = summarise(answers)
             summary["client_cpu_share"] = (sum(os.times()[:2]) - cpu_before) / summary["wall_s"]
             summary["load_average_before"] = load_average
             repeats.append(summary)
             for failure in sorted({answer.failure for answer in answers if answer.failure is not None}):
-                print(f"error at concurrency {concurrency}: {failure}", file=sys.stderr)
-        spread = {
-            name: {
-                "median": statistics.median(values),
-                "low": min(values),
-                "high": max(values),
-            }
-            for name in repeats[0]
-            if (values := [repeat[name] for repeat in repeats])
-        }
-        results.append({"concurrency": concurrency, **spread, "repeats": repeats})
+                print(f"error at {level}: {failure}", file=sys.stderr)
+        results.append({"rate" if args.rate else "concurrency": level, **spread_of(repeats), "repeats": repeats})
     return results
+
+
+def spread_of(repeats: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Of each figure of several runs the median, the lowest and the highest."""
+    columns = {name: [repeat[name] for repeat in repeats] for name in repeats[0]}
+    return {
+        name: {"median": statistics.median(values), "low": min(values), "high": max(values)}
+        for name, values in columns.items()
+    }
+
+
+def busiest(results: Sequence[Mapping[str, Any]]) -> float:
+    """The highest load average before a run: above the number of running programs something else ran."""
+    return max(float(result["load_average_before"]["high"]) for result in results)
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """The results as a Markdown table: medians over the repeats, with [low-high] of the tokens a second."""
+    unit = "rate" if "rate" in results[0] else "concurrency"
     lines = [
-        "| clients | output tokens/s | requests/s | TTFT p50 ms | TTFT p99 ms | ITL p50 ms | ITL p99 ms | errors |",
+        f"| {'requests/s come' if unit == 'rate' else 'clients'} | output tokens/s | requests/s | TTFT p50 ms | TTFT p99 ms | ITL p50 ms | ITL p99 ms | errors |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in results:
         speed = row["output_tokens_per_s"]
         cells = [
-            f"{row['concurrency']}",
+            f"{row[unit]:g}",
             f"{speed['median']:.1f} [{speed['low']:.1f}-{speed['high']:.1f}]",
             f"{row['requests_per_s']['median']:.2f}",
             *(f"{row[f'{name}_{at}_ms']['median']:.1f}" for name in ("ttft", "itl") for at in ("p50", "p99")),
@@ -321,8 +348,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server, without /v1")
     parser.add_argument("--model", required=True)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rate", type=float, nargs="+", help="open loop, in place of --concurrency: requests a second")
     parser.add_argument("--requests", type=int, default=0, help="of one run; default: 4 a client, at least 8")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=110, help="roughly, without the chat template")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
@@ -352,10 +380,9 @@ async def run(args: argparse.Namespace) -> int:
     facts = machine()
     results = await measure(connect, url.netloc, f"{url.path.rstrip('/')}/v1", load, args)
 
-    busiest = max(result["load_average_before"]["high"] for result in results)
     print(table(results))
     print(f"\n{facts['cpu']}, {facts['cores']} cores, {facts['system']}")
-    print(f"load average before a run at most {busiest:.2f}; client's share of one core at most ", end="")
+    print(f"load average before a run at most {busiest(results):.2f}; client's share of one core at most ", end="")
     print(f"{max(result['client_cpu_share']['high'] for result in results):.2f}")
     print(f"prompts of {results[0]['prompt_tokens']['median']:.0f} tokens, median of {args.repeats} runs [low-high]")
     if any(result["counted_by_chunks"]["high"] for result in results):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -13,7 +14,7 @@ import pytest
 import serve
 import trio
 from http_client import Client
-from serve import Answer, Load, ask, closed_loop, percentile, summarise
+from serve import Answer, Load, ask, closed_loop, open_loop, percentile, summarise
 from trio.testing import MockClock, memory_stream_pair
 
 LOAD = Load(
@@ -106,6 +107,19 @@ async def test_times_and_counts_of_a_steady_server(autojump_clock: MockClock, nu
     assert figures["output_tokens"] == 5
     assert figures["tokens_per_arrival"] == 1
     assert figures["counted_by_chunks"] == 0
+
+
+async def test_an_open_loop_waits_for_nobody(autojump_clock: MockClock, nursery: trio.Nursery) -> None:
+    connect = connecting(nursery, partial(steady, first=1000.0))
+
+    answers = await open_loop(connect, "server", "/v1", attrs.evolve(LOAD, timeout=2000), "run", rate=4.0, requests=400)
+
+    starts = sorted(answer.started for answer in answers)
+    assert len(starts) == 400
+    assert starts[-1] < min(answer.ended for answer in answers)
+    # 399 gaps of a Poisson process: a mean of 1/4 s, known to a twentieth of its value
+    assert (starts[-1] - starts[0]) / 399 == pytest.approx(0.25, rel=0.15)
+    assert len({round(later - earlier, 6) for earlier, later in itertools.pairwise(starts)}) > 300
 
 
 async def test_joined_tokens_share_the_time_of_their_chunk(autojump_clock: MockClock, nursery: trio.Nursery) -> None:
@@ -234,6 +248,19 @@ async def test_the_whole_program(
     assert document["settings"]["model"] == "m"
     assert document["machine"]["cores"] >= 1
     assert document["machine"]["versions"]["trio"] == trio.__version__
+
+
+async def test_the_whole_program_in_an_open_loop(
+    served: tuple[str, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, bodies = served
+    arguments = ["--url", url, "--model", "m", "--rate", "500", "--requests", "8", "--repeats", "1"]
+
+    assert await serve.run(serve.parse(arguments)) == 0
+
+    assert len(bodies) == 8 + 8
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows] == ["requests/s come", "500"]
 
 
 async def test_a_server_that_refuses_the_warm_up_ends_the_program(nursery: trio.Nursery) -> None:
