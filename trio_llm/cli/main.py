@@ -5,8 +5,6 @@ Commands import what they need when they run, so that `trio-llm --help` is quick
 
 from __future__ import annotations
 
-import ast
-import functools
 import inspect
 import sys
 from typing import Annotated, Any, NoReturn
@@ -15,6 +13,7 @@ import attrs
 import cyclopts
 
 from trio_llm import config
+from trio_llm.docstrings import attribute_docstrings
 from trio_llm.errors import ConfigurationError
 
 EXIT_FAILED = 1
@@ -55,21 +54,9 @@ def _complain(line: str) -> None:
     print(f"trio-llm: {line}", file=sys.stderr, flush=True)
 
 
-@functools.cache
-def _descriptions() -> dict[str, str]:
-    """What each setting's docstring says, read from the source, which is where they are kept."""
-    texts: dict[str, str] = {}
-    for owner in (config.EngineSettings, config.ServerSettings):
-        (definition,) = ast.parse(inspect.getsource(owner)).body
-        assert isinstance(definition, ast.ClassDef)
-        name = ""
-        for statement in definition.body:
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                name = statement.target.id
-            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and name:
-                texts[name] = " ".join(str(statement.value.value).split())
-                name = ""
-    return texts
+def _description(name: str) -> str:
+    owners = (config.EngineSettings, config.ServerSettings)
+    return next((text for owner in owners if (text := attribute_docstrings(owner).get(name))), "")
 
 
 def _flag(name: str) -> inspect.Parameter:
@@ -79,7 +66,7 @@ def _flag(name: str) -> inspect.Parameter:
     kind, choices = config.kind_of(name)
     is_flag = kind is bool
     default = field.default if field.default not in (None, ()) and field.default is not attrs.NOTHING else None
-    help_text = _descriptions().get(name, "")
+    help_text = _description(name)
     if choices:
         help_text += f" One of {', '.join(choices)}."
     if default is not None:
@@ -103,7 +90,7 @@ def _with_flags(function: Any) -> Any:
 @app.command
 @_with_flags
 def serve(
-    model: Annotated[str | None, cyclopts.Parameter(help=_descriptions()["model"] + " [default: smollm2]")] = None,
+    model: Annotated[str | None, cyclopts.Parameter(help=_description("model") + " [default: smollm2]")] = None,
     *,
     config_file: Annotated[
         str | None, cyclopts.Parameter(name="--config", help="A TOML file with settings in its [trio_llm] table.")

@@ -18,31 +18,41 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1024
 
 
-def _number(low: float, high: float, *, above: bool = False, optional: bool = True) -> Any:
+@attrs.frozen
+class Number:
     """A validator: a finite number in [low, high], or in (low, high] when `above`."""
 
-    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value is None and optional:
+    low: float
+    high: float
+    above: bool = False
+    optional: bool = True
+
+    def __call__(self, _: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value is None and self.optional:
             return
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        if not numeric or not math.isfinite(value) or not low <= value <= high or (above and value == low):
-            interval = f"{'above' if above else 'at least'} {low:g} and at most {high:g}"
+        if not numeric or not math.isfinite(value) or not self._holds(value):
+            interval = f"{'above' if self.above else 'at least'} {self.low:g} and at most {self.high:g}"
             raise InvalidRequest(f"{attribute.name} must be {interval}, got {value!r}", field=attribute.name)
 
-    return check
+    def _holds(self, value: float) -> bool:
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
 
 
-def _integer(low: int, high: int, *, optional: bool = True) -> Any:
+@attrs.frozen
+class Integer:
     """A validator: an integer (not a bool) in [low, high]."""
 
-    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value is None and optional:
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            message = f"{attribute.name} must be an integer from {low} to {high}, got {value!r}"
-            raise InvalidRequest(message, field=attribute.name)
+    low: int
+    high: int
+    optional: bool = True
 
-    return check
+    def __call__(self, _: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value is None and self.optional:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or not self.low <= value <= self.high:
+            message = f"{attribute.name} must be an integer from {self.low} to {self.high}, got {value!r}"
+            raise InvalidRequest(message, field=attribute.name)
 
 
 def _boolean(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -60,17 +70,18 @@ def _token_ids(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         raise InvalidRequest(message, field=attribute.name)
 
 
-def _strings(most: int) -> Any:
+@attrs.frozen
+class Strings:
     """A validator: at most so many strings, none of them empty."""
 
-    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    most: int
+
+    def __call__(self, _: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         name = attribute.name
         if not isinstance(value, tuple) or not all(isinstance(text, str) and text for text in value):
             raise InvalidRequest(f"{name} takes a string or several, none of them empty", field=name)
-        if len(value) > most:
-            raise InvalidRequest(f"{name} takes at most {most} strings, got {len(value)}", field=name)
-
-    return check
+        if len(value) > self.most:
+            raise InvalidRequest(f"{name} takes at most {self.most} strings, got {len(value)}", field=name)
 
 
 def _logit_bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -126,34 +137,34 @@ class SamplingParams:
         InvalidRequest: a value is out of its range; `field` names it.
     """
 
-    n: int = attrs.field(default=1, validator=_integer(1, MAX_CHOICES, optional=False))
+    n: int = attrs.field(default=1, validator=Integer(1, MAX_CHOICES, optional=False))
     """Choices (independent continuations) to make of one prompt."""
-    temperature: float | None = attrs.field(default=None, validator=_number(0, 2))
+    temperature: float | None = attrs.field(default=None, validator=Number(0, 2))
     """0 is greedy."""
-    top_p: float | None = attrs.field(default=None, validator=_number(0, 1, above=True))
-    top_k: int | None = attrs.field(default=None, validator=_integer(-1, 2**31 - 1))
+    top_p: float | None = attrs.field(default=None, validator=Number(0, 1, above=True))
+    top_k: int | None = attrs.field(default=None, validator=Integer(-1, 2**31 - 1))
     """-1 or 0 keeps the whole vocabulary."""
-    min_p: float | None = attrs.field(default=None, validator=_number(0, 1))
-    typical_p: float | None = attrs.field(default=None, validator=_number(0, 1, above=True))
+    min_p: float | None = attrs.field(default=None, validator=Number(0, 1))
+    typical_p: float | None = attrs.field(default=None, validator=Number(0, 1, above=True))
     """Keep the tokens whose surprise is nearest to the expected one, up to this mass."""
-    presence_penalty: float = attrs.field(default=0.0, validator=_number(-2, 2, optional=False))
+    presence_penalty: float = attrs.field(default=0.0, validator=Number(-2, 2, optional=False))
     """Taken from the logit of each token that the output has already."""
-    frequency_penalty: float = attrs.field(default=0.0, validator=_number(-2, 2, optional=False))
+    frequency_penalty: float = attrs.field(default=0.0, validator=Number(-2, 2, optional=False))
     """The same, for each time that the output has it."""
-    repetition_penalty: float | None = attrs.field(default=None, validator=_number(0, 100, above=True))
+    repetition_penalty: float | None = attrs.field(default=None, validator=Number(0, 100, above=True))
     """Divides a positive logit, and multiplies a negative one, of each token of prompt and output."""
     logit_bias: tuple[tuple[int, float], ...] = attrs.field(default=(), converter=_pairs, validator=_logit_bias)
     """Added to the logits of tokens: a mapping from token id to a number from -100 to 100, kept as pairs."""
     allowed_token_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_tuple, validator=_token_ids)
     """Choose from these tokens only; None is all."""
-    bad_words: tuple[str, ...] = attrs.field(default=(), converter=_as_strings, validator=_strings(MAX_BAD_WORDS))
+    bad_words: tuple[str, ...] = attrs.field(default=(), converter=_as_strings, validator=Strings(MAX_BAD_WORDS))
     """Words whose last token is never chosen where it would complete the word."""
-    seed: int | None = attrs.field(default=None, validator=_integer(-(2**63), 2**64 - 1))
+    seed: int | None = attrs.field(default=None, validator=Integer(-(2**63), 2**64 - 1))
     """Same seed, same tokens, whoever else is in the batch.  None draws one."""
-    min_tokens: int = attrs.field(default=0, validator=_integer(0, 2**31 - 1, optional=False))
+    min_tokens: int = attrs.field(default=0, validator=Integer(0, 2**31 - 1, optional=False))
     """End tokens cannot be chosen, and stop strings do not end a choice, before it has so many tokens."""
-    max_tokens: int | None = attrs.field(default=None, validator=_integer(1, 2**31 - 1))
-    stop: tuple[str, ...] = attrs.field(default=(), converter=_as_strings, validator=_strings(MAX_STOP_STRINGS))
+    max_tokens: int | None = attrs.field(default=None, validator=Integer(1, 2**31 - 1))
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_as_strings, validator=Strings(MAX_STOP_STRINGS))
     """Texts that end a choice; they are not part of its text."""
     include_stop_str_in_output: bool = attrs.field(default=False, validator=_boolean)
     """Let the text of what ended a choice (a stop string, an end token) be part of its text."""
@@ -162,11 +173,11 @@ class SamplingParams:
     """Go on past the model's end tokens (for benchmarks)."""
     skip_special_tokens: bool = attrs.field(default=True, validator=_boolean)
     """Leave the tokenizer's special tokens out of the text."""
-    logprobs: int | None = attrs.field(default=None, validator=_integer(0, MAX_LOGPROBS))
+    logprobs: int | None = attrs.field(default=None, validator=Integer(0, MAX_LOGPROBS))
     """Give each token's log-probability, and those of so many of the likeliest tokens beside it.
 
     They are the model's own, before anything above was applied."""
-    prompt_logprobs: int | None = attrs.field(default=None, validator=_integer(0, MAX_LOGPROBS))
+    prompt_logprobs: int | None = attrs.field(default=None, validator=Integer(0, MAX_LOGPROBS))
     """The same for the prompt's tokens after the first."""
 
     def __attrs_post_init__(self) -> None:
