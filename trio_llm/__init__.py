@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trio_llm import errors
     from trio_llm.config import EngineSettings, ServerSettings
     from trio_llm.core.executor import Executor
-    from trio_llm.core.sampling_params import SamplingParams
+    from trio_llm.core.sampling_params import SamplingParams, StructuredOutput
     from trio_llm.engine.engine import Engine, open_engine
     from trio_llm.engine.generation import Delta, Generation
     from trio_llm.engine.registry import Registry
@@ -28,6 +28,7 @@ __all__ = [
     "Generation",
     "SamplingParams",
     "ServerSettings",
+    "StructuredOutput",
     "create_app",
     "errors",
     "open_engine",
@@ -42,6 +43,7 @@ _HOMES = {
     "Generation": "trio_llm.engine.generation",
     "SamplingParams": "trio_llm.core.sampling_params",
     "ServerSettings": "trio_llm.config",
+    "StructuredOutput": "trio_llm.core.sampling_params",
     "open_engine": "trio_llm.engine.engine",
     "serve": "trio_llm.server.serve",
 }

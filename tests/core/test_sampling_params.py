@@ -7,7 +7,7 @@ import math
 import attrs
 import pytest
 
-from trio_llm.core.sampling_params import SamplingParams
+from trio_llm.core.sampling_params import SamplingParams, StructuredOutput
 from trio_llm.errors import InvalidRequest
 
 NAN, INFINITY = math.nan, math.inf
@@ -22,6 +22,7 @@ BAD: dict[str, list[object]] = {
     "stop": ["", ("a", ""), ("a",) * 5, (1,), b"ab"],
     "stop_token_ids": ["12", (1.5,), (-1,), ("1",)],
     "ignore_eos": ["yes"],
+    "structured_output": ["json", {"type": "object"}, ("regex", "a"), True],
     "typical_p": [0, -0.1, 1.01, NAN, "1", True],
     "presence_penalty": [-2.01, 2.01, NAN, INFINITY, "0", True, None],
     "frequency_penalty": [-2.01, 2.01, NAN, -INFINITY, "0", False, None],
@@ -75,6 +76,7 @@ GOOD: dict[str, list[object]] = {
     "stop": [None, (), "a", ["a"], ("a", "b", "c", "d"), " ", "\n"],
     "stop_token_ids": [(), [1, 2], (0,)],
     "ignore_eos": [True, False],
+    "structured_output": [None, StructuredOutput("regex", "a+"), StructuredOutput("json_object")],
     "typical_p": [None, 1, 1e-9],
     "presence_penalty": [-2, 0, 2.0],
     "frequency_penalty": [-2.0, 0, 2],
@@ -152,3 +154,43 @@ def test_the_models_own_typical_p_and_repetition_penalty() -> None:
     assert (resolved.typical_p, resolved.repetition_penalty) == (0.9, 1.1)
     neutral = SamplingParams(repetition_penalty=1).resolved(SamplingParams(), max_tokens=1, seed=0)
     assert (neutral.typical_p, neutral.repetition_penalty) == (1.0, 1)
+
+
+BAD_STRUCTURES: dict[str, tuple[object, object, str]] = {
+    "unknown kind": ("grammar", "start: 'a'", "knows the kinds json_schema"),
+    "no text": ("regex", None, "as a text"),
+    "bytes": ("regex", b"a", "as a text"),
+    "half a character": ("regex", "a\ud800", "surrogate"),
+    "too large": ("regex", "é" * 2**17 + "a", "at most 262144 bytes, got 262145"),
+    "empty expression": ("regex", "", "empty text"),
+    "empty grammar": ("lark", "", "empty text"),
+    "source for any object": ("json_object", "{}", "no source"),
+    "schema that is no JSON": ("json_schema", "{'type': 'object'}", "must be JSON"),
+    "schema with NaN": ("json_schema", '{"const": NaN}', "must be JSON"),
+    "schema that is an array": ("json_schema", "[]", "JSON object"),
+    "schema that is true": ("json_schema", "true", "JSON object"),
+    "deep schema": ("json_schema", '{"not":' * 64 + "{}" + "}" * 64, "64 levels"),
+    "deep array": ("json_schema", '{"enum":' + "[" * 64 + "]" * 64 + "}", "64 levels"),
+    "very deep schema": ("json_schema", '{"not":' * 20000 + "{}" + "}" * 20000, "must be JSON"),
+    "no choices": ("choice", "[]", "array of texts"),
+    "a choice": ("choice", '"yes"', "array of texts"),
+    "a number": ("choice", "[1, 2]", "array of texts"),
+    "an empty choice": ("choice", '["a", ""]', "none of them empty"),
+    "many choices": ("choice", str([f"{number}" for number in range(1025)]).replace("'", '"'), "at most 1024"),
+}
+
+
+@pytest.mark.parametrize(("kind", "value", "message"), BAD_STRUCTURES.values(), ids=BAD_STRUCTURES.keys())
+def test_a_structure_that_is_not_of_its_kind_or_too_large_is_refused(kind: str, value: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        StructuredOutput(kind, value)  # type: ignore[arg-type]
+    assert caught.value.field == "structured_output"
+    assert len(caught.value.message) < 300
+
+
+def test_structures_at_their_limits_pass() -> None:
+    StructuredOutput("json_schema", '{"not":' * 63 + "{}" + "}" * 63)
+    StructuredOutput("regex", "é" * 2**17)
+    StructuredOutput("choice", str([f"{number}" for number in range(1024)]).replace("'", '"'))
+    StructuredOutput("json_object")
+    assert StructuredOutput("choice", '["b", "a", "b", "\\u00e9"]').choices == ["b", "a", "é"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import attrs
+import orjson
 
 from trio_llm.errors import InvalidRequest
 
@@ -16,6 +17,12 @@ MAX_LOGPROBS = 20
 """Alternatives that may be asked for beside each token."""
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1024
+MAX_STRUCTURE_BYTES = 2**18
+"""Of the source of a structured output, in UTF-8."""
+MAX_SCHEMA_DEPTH = 64
+"""Objects and arrays of a JSON schema that stand in one another."""
+MAX_STRUCTURE_CHOICES = 1024
+"""Texts among which a structured output may choose."""
 
 
 @attrs.frozen
@@ -126,6 +133,96 @@ def _pairs(value: Any) -> Any:
     return tuple(value.items()) if isinstance(value, Mapping) else _tuple(value)
 
 
+StructureKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+
+
+@attrs.frozen
+class StructuredOutput:
+    """What form the whole text of each choice must have.
+
+    Args:
+        kind: "json_schema", JSON that the schema describes, with at most one blank after a comma or a
+            colon; "json_object", any JSON object, the same way; "regex", text that the
+            expression (Rust's syntax, without look-around) matches as a whole; "choice", one of several
+            texts; "lark", text of a grammar in llguidance's dialect of Lark.
+        value: the schema as JSON; nothing for "json_object"; the expression; the texts as a
+            JSON array of strings; the grammar.
+
+    Raises:
+        InvalidRequest: it is not of its kind, or larger than its limit; `field` is
+            "structured_output".  Whether it can be served is known only when it is compiled,
+            when the request is admitted.
+    """
+
+    kind: StructureKind
+    value: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        if self.kind not in get_args(StructureKind):
+            raise _bad_structure(f"knows the kinds {', '.join(get_args(StructureKind))}, got {_short(self.kind)}")
+        if not isinstance(self.value, str):
+            raise _bad_structure(f"takes its source as a text, got {_short(self.value)}")
+        try:
+            size = len(self.value.encode())
+        except UnicodeEncodeError:
+            raise _bad_structure("has half a surrogate pair, which is no text") from None
+        if size > MAX_STRUCTURE_BYTES:
+            message = f"takes at most {MAX_STRUCTURE_BYTES} bytes, got {size}"
+            raise _bad_structure(message, limit=MAX_STRUCTURE_BYTES)
+        if self.kind == "json_object":
+            if self.value:
+                raise _bad_structure("of the kind json_object takes no source")
+        elif self.kind == "json_schema":
+            self._check_schema()
+        elif self.kind == "choice":
+            self._check_choices()
+        elif not self.value:
+            raise _bad_structure(f"of the kind {self.kind} needs a source, got an empty text")
+
+    @property
+    def choices(self) -> list[str]:
+        """The texts of a "choice", each once."""
+        return list(dict.fromkeys(self._parsed()))
+
+    def _check_schema(self) -> None:
+        schema = self._parsed()
+        if not isinstance(schema, dict):
+            raise _bad_structure(f"of the kind json_schema must be a JSON object, got {_short(schema)}")
+        depth, level = 0, [schema]
+        while level:
+            depth += 1
+            if depth > MAX_SCHEMA_DEPTH:
+                message = f"takes a schema that is at most {MAX_SCHEMA_DEPTH} levels deep"
+                raise _bad_structure(message, limit=MAX_SCHEMA_DEPTH)
+            inner = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
+            level = [item for item in inner if isinstance(item, dict | list)]
+
+    def _check_choices(self) -> None:
+        choices = self._parsed()
+        if not isinstance(choices, list) or not choices or not all(isinstance(t, str) and t for t in choices):
+            raise _bad_structure("of the kind choice must be a JSON array of texts, none of them empty")
+        if len(choices) > MAX_STRUCTURE_CHOICES:
+            message = f"takes at most {MAX_STRUCTURE_CHOICES} choices, got {len(choices)}"
+            raise _bad_structure(message, limit=MAX_STRUCTURE_CHOICES)
+
+    def _parsed(self) -> Any:
+        try:
+            return orjson.loads(self.value)
+        except orjson.JSONDecodeError as error:
+            raise _bad_structure(f"of the kind {self.kind} must be JSON: {error}") from None
+
+
+def _bad_structure(message: str, **details: Any) -> InvalidRequest:
+    return InvalidRequest(f"structured_output {message}", field="structured_output", **details)
+
+
+def _structured_output(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """A validator: a StructuredOutput or None."""
+    if value is not None and not isinstance(value, StructuredOutput):
+        message = f"{attribute.name} takes a StructuredOutput, got {_short(value)}"
+        raise InvalidRequest(message, field=attribute.name)
+
+
 @attrs.frozen(kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to end.
@@ -171,6 +268,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_tuple, validator=_token_ids)
     ignore_eos: bool = attrs.field(default=False, validator=_boolean)
     """Go on past the model's end tokens (for benchmarks)."""
+    structured_output: StructuredOutput | None = attrs.field(default=None, validator=_structured_output)
+    """Allow only tokens that lead to a text of this form.  When it is complete the choice ends: where the
+    form allows nothing more, neither `min_tokens` nor `ignore_eos` nor `allowed_token_ids` keeps it going."""
     skip_special_tokens: bool = attrs.field(default=True, validator=_boolean)
     """Leave the tokenizer's special tokens out of the text."""
     logprobs: int | None = attrs.field(default=None, validator=Integer(0, MAX_LOGPROBS))
