@@ -88,6 +88,19 @@ def test_wrong_values_name_the_setting(name, value):
     assert caught.value.field == name
 
 
+def test_wrong_values_name_their_source(toml):
+    path = toml('[trio_llm]\nport = "x"\n')
+    for environ, flags, source in [
+        ({}, {}, f"the file {path}"),
+        ({"TRIO_LLM_PORT": "70000"}, {}, "the variable TRIO_LLM_PORT"),
+        ({"TRIO_LLM_PORT": "1"}, {"port": "y"}, "the flag --port"),
+        ({"TRIO_LLM_PORT": "1", "TRIO_LLM_MAX_NUM_SEQS": "-3"}, {}, "the variable TRIO_LLM_MAX_NUM_SEQS"),
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            resolve(flags, environ=environ, config=path)
+        assert str(caught.value).endswith(f"(from {source})")
+
+
 def test_unknown_key_in_a_file(toml):
     with pytest.raises(ConfigurationError, match=r"unknown key prot.*did you mean port"):
         resolve(environ={}, config=toml("[trio_llm]\nprot = 1\n"))

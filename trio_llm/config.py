@@ -9,7 +9,7 @@ import os
 import re
 import tomllib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -114,6 +114,13 @@ class ServerSettings:
     """Port to listen on; 0 takes a free one."""
     uds: str | None = None
     """Path of a Unix socket to listen on, in place of host and port."""
+    api_key: tuple[str, ...] = attrs.field(default=(), repr=False)
+    """Keys of which every request but those for /health must show one; none lets everybody in.  Other
+    users of the machine can read a flag: the environment or a file keeps it from them."""
+    api_key_file: str | None = None
+    """A file with more keys, one a line; a line that begins with # is a comment."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins such as https://example.com whose pages a browser lets use this server; * is all."""
     default_max_tokens: int | None = None
     """Tokens to make when a request names no limit; None is the rest of the context."""
     compat: Literal["strict", "lenient"] = "strict"
@@ -147,6 +154,13 @@ class ServerSettings:
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigurationError(f"port must be from 0 to 65535, got {self.port}", field="port")
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ConfigurationError(
+                    f"allowed_origins: {origin!r} is no origin such as https://example.com, or *",
+                    field="allowed_origins",
+                )
+        check_api_keys(self.api_key, field="api_key")
         for name in ("default_max_tokens", "max_request_bytes", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -170,10 +184,23 @@ SETTINGS: dict[str, attrs.Attribute[Any]] = {
 SIZES = frozenset({"kv_cache_memory", "max_request_bytes"})
 """Settings in bytes, which may be written like 2GiB."""
 
+SECRETS = frozenset({"api_key"})
+"""Settings whose values are shown nowhere."""
+
 PREFIX = "TRIO_LLM_"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 _SERVICE_LINK = re.compile(r"SERVICE_(HOST|PORT.*)|PORT(_\d+_(TCP|UDP).*)?")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def check_api_keys(keys: Iterable[str], *, field: str) -> None:
+    """Refuse keys that no client could send.
+
+    Raises:
+        ConfigurationError: one is empty, or holds something that cannot stand in a header.
+    """
+    if not all(re.fullmatch(r"[!-~]+", key) for key in keys):
+        raise ConfigurationError(f"{field}: a key is one or more visible ASCII characters", field=field)
 
 
 def parse_size(text: str) -> int:
@@ -199,7 +226,8 @@ def parse_setting(name: str, value: Any) -> Any:
         return _convert(kind, choices, value, size=name in SIZES)
     except ValueError as error:
         wanted = f"one of {', '.join(choices)}" if choices else "a list of texts" if kind is tuple else str(error)
-        raise ConfigurationError(f"{name}: {value!r} is not valid: {wanted}", field=name) from None
+        shown = "the value" if name in SECRETS else repr(value)
+        raise ConfigurationError(f"{name}: {shown} is not valid: {wanted}", field=name) from None
 
 
 def kind_of(name: str) -> tuple[type, tuple[str, ...]]:
@@ -277,8 +305,20 @@ def resolve(
     """
     environ = os.environ if environ is None else environ
     config = config or environ.get(CONFIG_VARIABLE) or None
-    values = {**_from_toml(config), **_from_environment(environ), **(flags or {})}
-    values = {name: parse_setting(name, value) for name, value in values.items()}
+    of_file, of_environment, flags = _from_toml(config), _from_environment(environ), flags or {}
+    values = {**of_file, **of_environment, **flags}
+    sources = dict.fromkeys(of_file, f"the file {config}")
+    sources |= {name: f"the variable {PREFIX}{name.upper()}" for name in of_environment}
+    sources |= {name: f"the flag --{name.replace('_', '-')}" for name in flags}
+    try:
+        return _settings_from({name: parse_setting(name, value) for name, value in values.items()})
+    except ConfigurationError as error:
+        if error.field not in sources:
+            raise
+        raise ConfigurationError(f"{error.message} (from {sources[error.field]})", field=error.field) from None
+
+
+def _settings_from(values: Mapping[str, Any]) -> ServerSettings:
     engine_names = {field.name for field in attrs.fields(EngineSettings)}
     engine = EngineSettings(**{name: value for name, value in values.items() if name in engine_names})
     return ServerSettings(engine=engine, **{name: value for name, value in values.items() if name not in engine_names})

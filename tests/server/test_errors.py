@@ -170,22 +170,24 @@ async def test_slow_body_is_408(serving):
 
 
 @pytest.mark.parametrize(
-    ("request_bytes", "status"),
+    ("request_bytes", "status", "reason"),
     [
-        (b"NONSENSE\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nbad header\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nhost: x\r\nbig: " + b"x" * 200_000 + b"\r\n\r\n", 431),
-        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n", 501),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+        (b"NONSENSE\r\n\r\n", 400, "request line"),
+        (b"GET / HTTP/1.1\r\nbad header\r\n\r\n", 400, "header line"),
+        (b"GET / HTTP/1.1\r\n\r\n", 400, "Host"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nbig: " + b"x" * 200_000 + b"\r\n\r\n", 431, "too long"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n", 501, "Transfer-Encoding"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "HTTP/1.1"),
     ],
 )
-async def test_what_is_no_http_1(serving, request_bytes, status):
+async def test_what_is_no_http_1(serving, request_bytes, status, reason):
     async with serving() as server:
         client = await server.connect()
         await client.stream.send_all(request_bytes)
         answer = await client.receive()
         assert answer.status == status
         assert answer.json["error"].keys() == {"message", "type", "param", "code"}
+        assert reason in answer.json["error"]["message"]
         assert await client.stream.receive_some() == b""
 
 

@@ -29,7 +29,7 @@ def create_app(settings: ServerSettings | str | None = None, *, registry: Regist
     app = App(settings, Registry() if registry is None else registry)
     for blueprint in (chat, completions, models, aborts, health, scrape):
         app.register_blueprint(blueprint)
-    app.before_request(_refuse_while_loading)
+    app.before_request(_let_in)
     app.register_error_handler(TrioLLMError, _trio_llm_error)
     app.register_error_handler(HTTPException, _http_error)
     app.register_error_handler(Exception, _unexpected_error)
@@ -59,12 +59,17 @@ def _own_engine(app: App) -> None:
         await app.lifecycle.stopped.wait()
 
 
-async def _refuse_while_loading() -> None:
+async def _let_in() -> Response | None:
+    """What comes before every handler: the browser's preflights, the key, and whether there is a model."""
     app = this_app()
+    if (preflight := app.cors.preflight_headers(request)) is not None:
+        return Response(status=204, headers=preflight)
+    app.access.check()
     if not app.registry and not request.path.startswith("/health"):
         refusal = app.lifecycle.refusal()
         if refusal is not None:
             raise refusal
+    return None
 
 
 async def _trio_llm_error(error: TrioLLMError) -> Response:
@@ -75,6 +80,8 @@ async def _trio_llm_error(error: TrioLLMError) -> Response:
     response = Response(body_of(error), failure.status, content_type="application/json")
     if failure.retry_after is not None:
         response.headers["retry-after"] = str(failure.retry_after)
+    if failure.status == 401:
+        response.headers["www-authenticate"] = "Bearer"
     return response
 
 

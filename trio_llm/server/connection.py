@@ -16,10 +16,13 @@ This leans on private parts of Hypercorn, hence the pin of its minor version.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import attrs
@@ -105,6 +108,10 @@ class _HTTP1Protocol(H11Protocol):
             await self.send(Closed())
 
     async def _send_h11_event(self, event: Any) -> None:
+        if isinstance(event, h11.Response) and not event.reason:
+            event = h11.Response(
+                status_code=event.status_code, headers=event.headers, reason=_reason_phrase(event.status_code)
+            )
         try:
             await super()._send_h11_event(event)
         except h11.LocalProtocolError:
@@ -124,7 +131,8 @@ class _HTTP1Protocol(H11Protocol):
         )
 
     async def _send_error_response(self, status_code: int) -> None:
-        body = http_error_body(status_code)
+        error = sys.exception()  # always called by the one who caught it
+        body = http_error_body(status_code, f"no HTTP request that can be served: {error}" if error else None)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -134,6 +142,12 @@ class _HTTP1Protocol(H11Protocol):
         await self._send_h11_event(response)
         await self._send_h11_event(h11.Data(data=body))
         await self._send_h11_event(h11.EndOfMessage())
+
+
+def _reason_phrase(status_code: int) -> bytes:
+    with contextlib.suppress(ValueError):
+        return HTTPStatus(status_code).phrase.encode()
+    return b""
 
 
 @attrs.define(eq=False)

@@ -18,6 +18,8 @@ from trio_llm.config import ServerSettings
 from trio_llm.engine.engine import Engine, open_engine
 from trio_llm.engine.registry import Registry
 from trio_llm.server import logs
+from trio_llm.server.access import access_of
+from trio_llm.server.cors import CORS
 from trio_llm.server.exchange import Exchange
 from trio_llm.server.lifecycle import Lifecycle, OpenEngine
 from trio_llm.server.metrics import Metrics
@@ -26,6 +28,7 @@ logger = structlog.get_logger(__name__)
 
 _SCOPE_KEY = "trio_llm.exchange"
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+_API_VERSION = b"2020-10-01"
 _NOT_TRIO = "trio_llm runs under Trio: start it with `hypercorn -k trio`"
 
 
@@ -63,7 +66,11 @@ class _HTTPConnection(TrioASGIHTTPConnection):
             nonlocal finished
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                headers = [*message["headers"], (b"x-request-id", exchange.echoed_id.encode())]
+                headers = [
+                    *message["headers"],
+                    *_common_headers(exchange),
+                    *self.app.cors.headers(self.scope["headers"]),
+                ]
                 if self.app.lifecycle.draining:
                     headers.append((b"connection", b"close"))
                 message = {**message, "headers": headers}
@@ -83,6 +90,16 @@ class _HTTPConnection(TrioASGIHTTPConnection):
                 logs.access(exchange, finished=finished)
 
 
+def _common_headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    """What OpenAI's answers bear, whatever they answer."""
+    milliseconds = 1000 * (trio.current_time() - exchange.started)
+    return [
+        (b"x-request-id", exchange.echoed_id.encode()),
+        (b"openai-version", _API_VERSION),
+        (b"openai-processing-ms", b"%d" % milliseconds),  # until now, where a stream begins
+    ]
+
+
 def _client_request_id(headers: Any) -> str | None:
     """The client's x-request-id if it can be echoed safely.  It names nothing here: clients
     may repeat one, or take another's."""
@@ -99,6 +116,9 @@ class App(QuartTrio):
     Attributes:
         open_engine: opens the engine when the application has to bring its own; may be replaced
             before it is served.
+
+    Raises:
+        ConfigurationError: the file with the API keys cannot be used.
     """
 
     asgi_http_class = _HTTPConnection
@@ -109,6 +129,8 @@ class App(QuartTrio):
         self.registry = registry
         self.lifecycle = Lifecycle(registry)
         self.metrics = Metrics(registry)
+        self.access = access_of(settings)
+        self.cors = CORS(settings.allowed_origins)
         self.exchanges: set[Exchange] = set()
         self.created = int(time.time())
         self.open_engine: OpenEngine = lambda: open_engine(settings.model, settings=settings.engine)

@@ -66,8 +66,8 @@ async def serve(
         EngineDead: the engine broke or hung; the requests in flight were told so.
     """
     settings = settings or resolve()
-    listeners, url = await _listen(settings)
     app = create_app(settings, registry=Registry())
+    listeners, url = await _listen(settings)
     lifecycle = app.lifecycle
     terminate, hurry, closed = trio.Event(), trio.Event(), trio.Event()
     async with trio.open_nursery() as listening:

@@ -29,6 +29,7 @@ FAILURES: dict[str, Failure] = {
     "invalid_request": Failure(400, _REQUEST, "invalid_value"),
     "context_length_exceeded": Failure(400, _REQUEST, "context_length_exceeded"),
     "unsupported_parameter": Failure(400, _REQUEST, "unsupported_parameter"),
+    "invalid_api_key": Failure(401, _REQUEST, "invalid_api_key"),
     "model_not_found": Failure(404, _REQUEST, "model_not_found"),
     "request_not_found": Failure(404, _REQUEST, "request_not_found"),
     "reader_stalled": Failure(408, _REQUEST, "reader_stalled"),
@@ -44,7 +45,6 @@ FAILURES: dict[str, Failure] = {
 
 HTTP_FAILURES: dict[int, Failure] = {
     400: Failure(400, _REQUEST, "bad_request"),
-    401: Failure(401, "authentication_error", "invalid_api_key"),
     404: Failure(404, _REQUEST, "not_found"),
     405: Failure(405, _REQUEST, "method_not_allowed"),
     408: Failure(408, _REQUEST, "request_timeout"),
