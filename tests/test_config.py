@@ -7,7 +7,8 @@ import logging
 import pytest
 
 from trio_llm import config
-from trio_llm.config import ServerSettings, parse_size, resolve
+from trio_llm.config import EngineSettings, ServerSettings, parse_size, resolve
+from trio_llm.docstrings import attribute_docstrings
 from trio_llm.errors import ConfigurationError
 
 
@@ -140,6 +141,6 @@ def test_kubernetes_service_links_are_ignored(caplog):
 
 
 def test_every_setting_has_a_docstring():
-    from trio_llm.cli.main import _descriptions
+    described = {**attribute_docstrings(ServerSettings), **attribute_docstrings(EngineSettings)}
 
-    assert set(config.SETTINGS) <= set(_descriptions())
+    assert set(config.SETTINGS) <= set(described)

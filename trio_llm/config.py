@@ -114,6 +114,10 @@ class ServerSettings:
     """Port to listen on; 0 takes a free one."""
     uds: str | None = None
     """Path of a Unix socket to listen on, in place of host and port."""
+    ssl_certfile: str | None = None
+    """A PEM file with the certificate, and those between it and the root, to speak HTTPS with."""
+    ssl_keyfile: str | None = None
+    """A PEM file with its key; None if the key is in the other file too."""
     api_key: tuple[str, ...] = attrs.field(default=(), repr=False)
     """Keys of which every request but those for /health must show one; none lets everybody in.  Other
     users of the machine can read a flag: the environment or a file keeps it from them."""
@@ -154,6 +158,8 @@ class ServerSettings:
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigurationError(f"port must be from 0 to 65535, got {self.port}", field="port")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigurationError("ssl_keyfile is nothing without ssl_certfile", field="ssl_keyfile")
         for origin in self.allowed_origins:
             if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
                 raise ConfigurationError(

@@ -28,6 +28,17 @@ def test_help_names_every_flag(capsys):
         assert f"--{name.replace('_', '-')}" in text
 
 
+def test_help_says_what_kind_of_value_a_flag_takes(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for flag in (
+        *("--port INTEGER", "--body-timeout NUMBER", "--max-request-bytes SIZE", "--host TEXT"),
+        *("--served-model-name TEXT...", "--compat strict|lenient"),
+    ):
+        assert flag in text, flag
+
+
 @pytest.fixture
 def served(monkeypatch):
     """What serve would run with."""

@@ -21,6 +21,10 @@ EXIT_USAGE = 2
 EXIT_ENGINE_DIED = 3
 
 
+_METAVARS = {bool: None, int: "INTEGER", float: "NUMBER", str: "TEXT", tuple: "TEXT..."}
+"""What a flag's help calls its value, by the setting's type."""
+
+
 def _version() -> str:
     from importlib.metadata import version
 
@@ -67,12 +71,13 @@ def _flag(name: str) -> inspect.Parameter:
     is_flag = kind is bool
     default = field.default if field.default not in (None, ()) and field.default is not attrs.NOTHING else None
     help_text = _description(name)
-    if choices:
-        help_text += f" One of {', '.join(choices)}."
     if default is not None:
         help_text += f" [default: {default}]"
     annotation: Any = bool | None if is_flag else list[str] | None if kind is tuple else str | None
-    parameter = cyclopts.Parameter(help=help_text.strip(), show_default=False, negative=None if is_flag else ())
+    metavar = "|".join(choices) or ("SIZE" if name in config.SIZES else _METAVARS[kind])
+    parameter = cyclopts.Parameter(
+        help=help_text.strip(), show_default=False, negative=None if is_flag else (), metavar=metavar
+    )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, parameter]
     )

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import ssl
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -63,7 +64,7 @@ class PeerGone(Exception):
 class _ReadingPause(EventWrapper):
     """H11Protocol.can_read: while h11 is paused, keep reading, so that a close is still seen."""
 
-    def __init__(self, stream: trio.SocketStream, protocol: _HTTP1Protocol) -> None:
+    def __init__(self, stream: trio.abc.ReceiveStream, protocol: _HTTP1Protocol) -> None:
         super().__init__()
         self._stream = stream
         self._protocol = protocol
@@ -158,7 +159,7 @@ class Connection:
     config: Config
     context: WorkerContext
     write_timeout: float
-    stream: trio.SocketStream
+    stream: trio.SocketStream | trio.SSLStream[trio.SocketStream]
     _send_lock: trio.Lock = attrs.field(factory=trio.Lock, init=False)
     _idle: TrioSingleTask = attrs.field(factory=TrioSingleTask, init=False)
     _reading: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
@@ -175,13 +176,22 @@ class Connection:
         except* Exception:
             logger.exception("a connection failed")
 
+    @property
+    def _socket(self) -> trio.socket.SocketType:
+        return (self.stream.transport_stream if isinstance(self.stream, trio.SSLStream) else self.stream).socket
+
     async def _serve(self) -> None:
-        socket = self.stream.socket
+        socket = self._socket
         try:
             client = parse_socket_addr(socket.family, socket.getpeername())
             server = parse_socket_addr(socket.family, socket.getsockname())
         except OSError:
             return  # gone before it was looked at
+        if isinstance(self.stream, trio.SSLStream):
+            with trio.move_on_after(self.config.keep_alive_timeout) as deadline:
+                await self.stream.do_handshake()
+            if deadline.cancelled_caught:
+                return
         async with self._tasks:
             self._protocol = _HTTP1Protocol(
                 self.app,
@@ -189,7 +199,7 @@ class Connection:
                 self.context,
                 self._tasks,
                 ConnectionState({}),
-                False,
+                isinstance(self.stream, trio.SSLStream),
                 client,
                 server,
                 self._send,
@@ -245,7 +255,7 @@ class Connection:
                     # half a message may be out: the connection is of no more use.  Closing the
                     # socket ends the reader, which tells the request that its client is gone
                     self._protocol.broken = True
-                    self.stream.socket.close()
+                    self._socket.close()
         if not taken:
             await self._protocol.handle(Closed())
 
@@ -254,6 +264,8 @@ class Connection:
         self._closing = True
         still_sending = self._protocol.connection.their_state in {h11.SEND_BODY, h11.ERROR}
         self._reading.deadline = trio.current_time() + (LINGER if still_sending else 0)
+        if isinstance(self.stream, trio.SSLStream):
+            return  # TLS has no end of one direction; what closes the stream says good bye
         try:
             with trio.move_on_after(LINGER):
                 await self.stream.send_eof()
@@ -272,6 +284,7 @@ async def serve_connections(
     *,
     config: Config,
     write_timeout: float,
+    tls: ssl.SSLContext | None = None,
     stop: Callable[[], Awaitable[None]],
     grace: float = math.inf,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
@@ -283,6 +296,7 @@ async def serve_connections(
         listeners: bound and listening; closed here.
         config: Hypercorn's, of which the limits of the HTTP parser and keep_alive_timeout are used.
         write_timeout: seconds in which a peer must take what is written to it.
+        tls: speak HTTPS, with the certificate that is in it.
         stop: returns when no connection is to be accepted any more.  Idle connections are closed
             then, the others after their request.
         grace: seconds that running requests have from there.
@@ -291,7 +305,14 @@ async def serve_connections(
     wrapped = ASGIWrapper(app)
 
     async def handle(stream: trio.SocketStream) -> None:
-        await Connection(wrapped, config, context, write_timeout, stream).run()
+        if tls is None:
+            await Connection(wrapped, config, context, write_timeout, stream).run()
+            return
+        # HTTP says itself where a message ends, so a peer may close without a word
+        secured = trio.SSLStream(stream, tls, server_side=True, https_compatible=True)
+        await Connection(wrapped, config, context, write_timeout, secured).run()
+        with trio.move_on_after(LINGER):
+            await secured.aclose()
 
     async with trio.open_nursery() as connections:
         async with trio.open_nursery() as accepting:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import stat
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -67,6 +68,7 @@ async def serve(
     """
     settings = settings or resolve()
     app = create_app(settings, registry=Registry())
+    tls = _tls(settings)
     listeners, url = await _listen(settings)
     lifecycle = app.lifecycle
     terminate, hurry, closed = trio.Event(), trio.Event(), trio.Event()
@@ -80,6 +82,7 @@ async def serve(
                     listeners,
                     config=_hypercorn_config(settings),
                     write_timeout=settings.write_timeout,
+                    tls=tls,
                     stop=closed.wait,
                     grace=LAST_WORDS,
                 )
@@ -163,6 +166,26 @@ def _hypercorn_config(settings: ServerSettings) -> Config:
     return config
 
 
+def _tls(settings: ServerSettings) -> ssl.SSLContext | None:
+    if settings.ssl_certfile is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password=_no_password)
+    except (OSError, ValueError) as error:
+        files = " and ".join(filter(None, (settings.ssl_certfile, settings.ssl_keyfile)))
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationError(f"no certificate with its key in {files}: {reason}", field="ssl_certfile") from error
+    return context
+
+
+def _no_password() -> str:
+    """OpenSSL would ask for it on the terminal."""
+    raise ValueError("the key is encrypted")
+
+
 async def _listen(settings: ServerSettings) -> tuple[list[trio.SocketListener], str]:
     """Bind, before anything that takes long; and the URL that it can be reached by."""
     if settings.uds is not None:
@@ -174,7 +197,7 @@ async def _listen(settings: ServerSettings) -> tuple[list[trio.SocketListener], 
         raise ConfigurationError(f"cannot listen on {settings.host}:{settings.port}: {reason}", field="port") from error
     port = listeners[0].socket.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return listeners, f"http://{host}:{port}"
+    return listeners, f"{'http' if settings.ssl_certfile is None else 'https'}://{host}:{port}"
 
 
 def _listen_unix(path: str) -> trio.SocketListener:
