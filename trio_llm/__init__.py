@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from trio_llm.engine.engine import Engine, open_engine
     from trio_llm.engine.generation import Delta, Generation
     from trio_llm.engine.registry import Registry
+    from trio_llm.prompt.chat_template import Conversation
     from trio_llm.server.http import App
     from trio_llm.server.serve import serve
 
 __all__ = [
+    "Conversation",
     "Delta",
     "Engine",
     "EngineSettings",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Conversation": "trio_llm.prompt.chat_template",
     "Delta": "trio_llm.engine.generation",
     "Engine": "trio_llm.engine.engine",
     "EngineSettings": "trio_llm.config",

@@ -17,6 +17,7 @@ from trio_llm.engine.engine import Engine, open_engine
 from trio_llm.engine.registry import Registry
 from trio_llm.engine.simulation import ByteTokenizer, FakeModel, open_simulation
 from trio_llm.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, QueueFull
+from trio_llm.prompt.chat_template import Conversation
 
 OpenFake = Callable[..., AbstractAsyncContextManager[Engine]]
 
@@ -30,7 +31,8 @@ async def refused(engine: Engine, prompt: Any, **fields: Any) -> InvalidRequest 
 
 async def test_prompts_of_every_kind(open_fake: OpenFake) -> None:
     async with open_fake() as engine:
-        prompts: list[Any] = ["hello", [1, 2], (1, 2), [{"role": "user", "content": "hi"}]]
+        messages = [{"role": "user", "content": "hi"}]
+        prompts: list[Any] = ["hello", [1, 2], (1, 2), messages, Conversation(messages)]
         for prompt in prompts:
             async with engine.generate(prompt, max_tokens=1) as generation:
                 async for _ in generation:
@@ -197,7 +199,8 @@ async def test_a_text_that_can_never_fit_is_refused_without_tokenising_it(open_f
     tokenizer.may.set()
     async with open_fake(model=FakeModel(tokenizer=tokenizer), max_model_len=100) as engine:
         longest = 100 * len("the longest")
-        for prompt in ["x" * (longest + 1), [{"role": "user", "content": "x" * (longest + 1)}]]:
+        messages = [{"role": "user", "content": "x" * (longest + 1)}]
+        for prompt in ["x" * (longest + 1), messages, Conversation(messages)]:
             error = await refused(engine, prompt)
             assert isinstance(error, ContextLengthExceeded)
             assert error.field == "prompt"

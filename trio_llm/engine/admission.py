@@ -9,13 +9,14 @@ import trio
 
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.errors import ContextLengthExceeded, InvalidRequest
+from trio_llm.prompt.chat_template import Conversation, as_conversation, encode_prompt, render_chat
 
 T = TypeVar("T")
 
 _UNKNOWN_LENGTH = 1 << 20
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
-"""A text to continue, token ids, or chat messages."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, object]] | Conversation
+"""A text to continue, token ids, chat messages, or messages with tools and other wishes."""
 
 
 def longest_token(tokenizer: Any) -> int:
@@ -31,7 +32,8 @@ def check_length(prompt: Prompt, max_characters: int, *, max_model_len: int) -> 
     Raises:
         ContextLengthExceeded: it is.
     """
-    texts = [prompt] if isinstance(prompt, str) else [_text(item) for item in prompt if isinstance(item, Mapping)]
+    items = prompt.messages if isinstance(prompt, Conversation) else prompt
+    texts = [items] if isinstance(items, str) else [_text(item) for item in items if isinstance(item, Mapping)]
     length = sum(map(len, texts))
     if length > max_characters:
         raise ContextLengthExceeded(
@@ -56,17 +58,15 @@ async def tokenize(tokenizer: Any, prompt: Prompt, limiter: trio.CapacityLimiter
         limiter: of the threads; who is cancelled while waiting for one starts no work.
 
     Raises:
-        InvalidRequest: the prompt is none of the three, or the chat template refuses it.
+        InvalidRequest: the prompt is none of these, or the chat template refuses it.
     """
     if isinstance(prompt, str):
-        from trio_llm.prompt.chat_template import encode_prompt
-
         return await _in_thread(encode_prompt, tokenizer, prompt, limiter)
+    if isinstance(prompt, Conversation):
+        return await _in_thread(render_chat, tokenizer, prompt, limiter)
     items: list[Any] = list(prompt)
     if items and isinstance(items[0], Mapping):
-        from trio_llm.prompt.chat_template import render_chat
-
-        return await _in_thread(render_chat, tokenizer, items, limiter)
+        return await _in_thread(render_chat, tokenizer, as_conversation(items), limiter)
     if not all(type(token) is int for token in items):
         raise InvalidRequest("a prompt is a text, token ids, or messages", field="prompt")
     return items

@@ -174,7 +174,8 @@ class Engine:
         """A request, which starts when the Generation is entered with `async with`.
 
         Args:
-            prompt: a text to continue, token ids, or chat messages.
+            prompt: a text to continue, token ids, chat messages, or a Conversation: messages with
+                tools and other wishes for the chat template.
             params: how to sample and when to end; `fields` replace single fields of it.
             request_id: unique among those in flight; by default a random one.
             priority: lower runs first.

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RESERVED_TEMPLATE_KWARGS = frozenset(
-    """
-    chat_template messages conversation conversations tools add_generation_prompt continue_final_message tokenize
-    sanitize_control_tokens padding truncation max_length return_tensors return_dict return_assistant_tokens_mask
-    tokenizer_kwargs self
-    """.split()
+    [
+        *("chat_template", "messages", "conversation", "conversations", "tools", "tokenize", "tokenizer_kwargs"),
+        *("add_generation_prompt", "continue_final_message", "sanitize_control_tokens", "self"),
+        *("padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    ]
 )
 """Names in `template_kwargs` that would change more than what the template reads."""
 
@@ -159,10 +160,10 @@ class Template:
             taken["tool_calls"] = [
                 self._call(call, f"messages[{index}].tool_calls[{number}]") for number, call in calls
             ]
-        if taken["content"] is None and message.get("role") == "assistant":
-            if message.get("tool_calls") or message.get("reasoning_content"):
-                # transformers leaves a None out, and many templates add to the content unasked
-                taken["content"] = self._content("", index)
+        says_more = message.get("tool_calls") or message.get("reasoning_content")
+        if taken["content"] is None and message.get("role") == "assistant" and says_more:
+            # transformers leaves a None out, and many templates add to the content unasked
+            taken["content"] = self._content("", index)
         return taken
 
     def reasoning_variables(self, effort: str | None) -> dict[str, Any]:
@@ -216,14 +217,15 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> Template:
 def _try_out(tokenizer: PreTrainedTokenizerBase, source: str) -> Template:
     """A template made for parts writes nothing of a string; one made for strings fails on parts,
     or writes them as Python would.  The same holds for arguments."""
-    content: Literal["string", "parts"] = "string"
-    if _PROBE not in _attempt(tokenizer, [{"role": "user", "content": _PROBE}]):
-        if _PROBE in _attempt(tokenizer, [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]):
-            content = "parts"
+    parts = [{"type": "text", "text": _PROBE}]
+    of_string = _attempt(tokenizer, [{"role": "user", "content": _PROBE}])
+    of_parts = _attempt(tokenizer, [{"role": "user", "content": parts}])
+    content: Literal["string", "parts"] = "parts" if _PROBE not in of_string and _PROBE in of_parts else "string"
     template = Template(source, content, "object", "")
     if not template.mentions("tool_calls"):
         return template
-    for form in ("object", "text"):
+    forms: tuple[Literal["object", "text"], ...] = ("object", "text")
+    for form in forms:
         template = Template(source, content, form, "")
         written = _attempt_call(tokenizer, template)
         if _PROBE in written and "{'" not in written:
