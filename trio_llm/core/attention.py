@@ -32,6 +32,8 @@ class LayerSpec:
     value_dim: int
     sliding_window: int | None
     """Tokens a query sees, itself included; None for all."""
+    is_plain: bool = True
+    """Neither soft-capped scores nor sinks."""
 
     @property
     def numbers_per_token(self) -> int:

@@ -25,6 +25,8 @@ from trio_llm.core.attention import (
     attention,
     register,
 )
+from trio_llm.core.decode_graphs import DecodeGraphs
+from trio_llm.core.varlen_attention import VarlenBackend, to_device
 from trio_llm.errors import ModelNotSupported
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class PagedModel:
         self.device = model.device
         self.dtype = model.dtype
         _check_config(model)
+        self._graphs: DecodeGraphs | None = None
         self._own_attention: str = model.config.get_text_config()._attn_implementation
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         register()
@@ -107,8 +110,11 @@ class PagedModel:
         Returns:
             Logits (len(wanted), vocab_size), float32, on the model's device.
         """
-        self.backend.begin_step([part.span for part in inputs])
+        spans = [part.span for part in inputs]
         token_ids = [token for part in inputs for token in part.token_ids]
+        if self._graphs is not None and self._graphs.fits(spans):
+            return self._graphs.forward(token_ids, spans)[self._tensor(wanted)].float()
+        self.backend.begin_step(spans)
         positions = [p for part in inputs for p in range(part.span.start, part.span.start + part.span.length)]
         return self._forward(token_ids, positions, wanted)
 
@@ -124,8 +130,18 @@ class PagedModel:
         rows: Tensor = logits[0] if self._keeps_logits else logits[0, keep]
         return rows.float()
 
+    def record_decode_steps(self, max_model_len: int) -> None:
+        """Run decode steps as CUDA graphs from now on, each size recorded when it is first needed."""
+        assert isinstance(self.backend, VarlenBackend)
+
+        def run(token_ids: Tensor, positions: Tensor) -> Tensor:
+            logits: Tensor = self.model(input_ids=token_ids, position_ids=positions, use_cache=False).logits
+            return logits[0]
+
+        self._graphs = DecodeGraphs(self.backend, run, max_model_len=max_model_len)
+
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return to_device(values, torch.int64, self.device)
 
     def _use_attention(self, name: str) -> None:
         self.model.set_attn_implementation(name)
@@ -213,7 +229,9 @@ class _Recorder:
         self.layers: list[tuple[nn.Module, LayerSpec]] = []
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        self.layers.append((module, LayerSpec(key.shape[1], key.shape[3], value.shape[3], options.sliding_window)))
+        plain = options.softcap is None and options.sinks is None
+        spec = LayerSpec(key.shape[1], key.shape[3], value.shape[3], options.sliding_window, is_plain=plain)
+        self.layers.append((module, spec))
         return attention(query, key, value, None, causal=True, options=options).transpose(1, 2)
 
 
