@@ -179,6 +179,13 @@ class BlockPool:
                 self._free.remove(block)
             block.ref_count += 1
 
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Let used blocks not be found by their content any more."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            assert block.ref_count > 0, f"block {block_id} is not in use"
+            self._forget(block)
+
     def is_writable(self, block_id: int) -> bool:
         """Whether one sequence alone holds the block and nobody may find it by content."""
         block = self._blocks[block_id]

@@ -13,7 +13,7 @@ from trio_llm.core.faults import TokenLimit, first_parts, is_out_of_memory, smal
 from trio_llm.core.request import FinishReason, Request, Sequence
 from trio_llm.core.scheduler import Scheduler
 from trio_llm.core.speculation import Speculation, speculation_for
-from trio_llm.core.step import CoreStatistics, SamplingTask, SequenceOutput, StepPlan
+from trio_llm.core.step import CoreStatistics, Row, SamplingTask, SequenceOutput, StepPlan
 from trio_llm.errors import ContextLengthExceeded, RequestFailed
 
 logger = structlog.get_logger(__name__)
@@ -136,7 +136,19 @@ class EngineCore:
             for place, sequence in enumerate(sequences):
                 if place not in result.failures and not sequence.is_finished:
                     self.speculation.observe(sequence)
-        return outputs + [self._fail(sequences[place], error) for place, error in result.failures.items()]
+        for place, error in result.failures.items():
+            if not self._recovers(plan.rows[place], sequences[place], error):
+                outputs.append(self._fail(sequences[place], error))
+        return outputs
+
+    def _recovers(self, row: Row, sequence: Sequence, error: Exception) -> bool:
+        """Whether a row that failed by itself may not be at fault, so that its sequence goes on another way."""
+        if row.num_drafts:
+            # a wrong guess may have done it: none any more
+            if self.speculation is not None:
+                self.speculation.turn_off(sequence, error)
+            return True
+        return isinstance(error, FloatingPointError) and self.scheduler.distrust(sequence)
 
     def _try(self, plan: StepPlan) -> tuple[list[SequenceOutput], Exception | None]:
         try:

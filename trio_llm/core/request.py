@@ -62,6 +62,10 @@ class Sequence:
     """Leading entries of the block table that the executor has confirmed."""
     fork_of: Sequence | None = None
     """The choice that computed the prompt, if it may be forked from."""
+    shares: bool = True
+    """Whether it takes blocks that others computed."""
+    has_shared: bool = False
+    """Whether some of its blocks are such."""
     draft_token_ids: list[int] = attrs.field(factory=list)
     num_acknowledged: int = 0
     """Output tokens that the reader has taken."""

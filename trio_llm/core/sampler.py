@@ -42,23 +42,22 @@ class Draw:
     output_index: int
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     """Choose one token for each row.
 
     Args:
         logits: (rows, vocab), float32.
         draws: one for each row.
 
-    Raises:
-        FloatingPointError: a row has no finite logit at its top.
+    Returns:
+        A token for each row; None where the largest logit is not finite: a NaN, an infinity, or nothing left to choose.
     """
     tokens = _argmax(logits)
-    if not bool(logits.gather(-1, tokens[:, None]).isfinite().all()):
-        raise FloatingPointError("the model gave logits that are not finite")
-    random = [row for row, draw in enumerate(draws) if draw.params.temperature]
+    finite = logits.gather(-1, tokens[:, None]).isfinite().squeeze(-1).tolist()
+    random = [row for row, draw in enumerate(draws) if draw.params.temperature and finite[row]]
     if random:
         _sample_random(logits, draws, random, tokens)
-    return [int(token) for token in tokens.tolist()]
+    return [token if chosen else None for token, chosen in zip(tokens.tolist(), finite, strict=True)]
 
 
 def _sample_random(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], tokens: Tensor) -> None:

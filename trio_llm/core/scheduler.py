@@ -121,6 +121,19 @@ class Scheduler:
             self._lead(sequence.request)
         self._compact()
 
+    def distrust(self, sequence: Sequence) -> bool:
+        """A sequence's keys and values seem broken: nobody finds its blocks from now on.
+
+        Returns:
+            Whether some of them came from others, who may be at fault: then it waits to compute all by itself.
+        """
+        self.pool.forget(sequence.block_table)
+        if not sequence.has_shared:
+            return False
+        sequence.shares = False
+        self._preempt(sequence)
+        return True
+
     def acknowledge(self, sequence: Sequence, num_tokens: int) -> None:
         """The reader took `num_tokens` more output tokens."""
         was_paused = self._is_paused(sequence)
@@ -220,11 +233,11 @@ class Scheduler:
         assert [bool(tokens) for tokens in result.token_ids] == wanted, "not the plan's result"
         outputs = []
         for place, (row, sampled) in enumerate(zip(plan.rows, result.token_ids, strict=True)):
+            sequence = self._sequences[row.sequence_id]
+            sequence.draft_token_ids = []
             if place in result.failures:
                 continue
-            sequence = self._sequences[row.sequence_id]
             sequence.num_blocks_sent = row.num_prior_blocks + len(row.new_blocks)
-            sequence.draft_token_ids = []
             sequence.num_computed_tokens = row.start + len(row.token_ids) - row.num_drafts
             if row.score:
                 # after a preemption it starts again
@@ -344,6 +357,7 @@ class Scheduler:
         heapq.heappop(self._waiting)
         newcomer.status = Status.RUNNING
         newcomer.block_table = shared
+        newcomer.has_shared = bool(shared or source is not None)
         newcomer.num_hashed_blocks = len(shared)
         newcomer.num_computed_tokens = len(shared) * self.pool.block_size
         self.prefix_cache.count(newcomer)
@@ -363,11 +377,11 @@ class Scheduler:
         The last token is always left to compute: its logits are wanted.
         """
         num_full, rest = divmod(newcomer.num_tokens - 1, self.pool.block_size)
-        leader = newcomer.fork_of
+        leader = newcomer.fork_of if newcomer.shares else None
         # the leader may have been preempted meanwhile, and be on its way again
         if leader is not None and leader.num_computed_tokens >= newcomer.num_tokens - 1:
             return leader.block_table[:num_full], leader.block_table[num_full] if rest else None
-        if self._scores(newcomer):
+        if self._scores(newcomer) or not newcomer.shares:
             return [], None  # what is found is not computed, and has no logits
         return self.prefix_cache.find(newcomer, num_full), None
 

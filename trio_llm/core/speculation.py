@@ -166,7 +166,13 @@ class Speculation:
         try:
             self.drafter.observe(sequence)
         except Exception as error:
-            self._turn_off(sequence, record, error)
+            self.turn_off(sequence, error)
+
+    def turn_off(self, sequence: Sequence, error: Exception) -> None:
+        """No drafts for this sequence any more: they failed, or it did with them."""
+        logger.warning("drafting failed, off", request_id=sequence.request.id, index=sequence.index, error=repr(error))
+        record = self._records.setdefault(sequence.id, _Record())
+        record.is_off, record.guess = True, ()
 
     def release(self, sequence_id: int) -> None:
         """Forget a sequence; idempotent."""
@@ -180,12 +186,8 @@ class Speculation:
                 raise ValueError(f"the drafter proposes tokens that are not in the vocabulary of {self.vocab_size}")
             return guess
         except Exception as error:
-            self._turn_off(sequence, record, error)
+            self.turn_off(sequence, error)
             return ()
-
-    def _turn_off(self, sequence: Sequence, record: _Record, error: Exception) -> None:
-        logger.warning("drafting failed, off", request_id=sequence.request.id, index=sequence.index, error=repr(error))
-        record.is_off, record.guess = True, ()
 
     def _best_count(self, reaches: Seq[float], num_tokens: int) -> int:
         """How many drafts, the likeliest first, make the most tokens for the time."""

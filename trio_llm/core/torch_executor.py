@@ -11,6 +11,7 @@ import torch
 
 from trio_llm.core.attention import SequenceSpan
 from trio_llm.core.executor import ExecutorInfo
+from trio_llm.core.faults import without_frames
 from trio_llm.core.logits import Edits, Rewriter
 from trio_llm.core.logprobs import token_logprobs
 from trio_llm.core.model import PagedModel, SpanInput
@@ -141,17 +142,19 @@ class TorchExecutor:
         plan, logits = handle.plan, handle.logits
         rows = [row for row in plan.rows if row.sample]
         draws = [draw for row in rows for draw in self._draws(row)]
+        failures: dict[int, Exception] = {}
+        """By sequence id, as are the others below."""
         if not draws:
             return StepResult(((),) * len(plan.rows), prompt_logprobs=handle.prompt_logprobs)
         with self._turn():
             # reported log-probabilities are those before anything below
             reported = [number for number, draw in enumerate(draws) if draw.params.logprobs is not None]
             own = logits[reported] if reported else logits[:0]
-            self._edits(rows).apply(logits)
+            self._edits(rows, failures).apply(logits)
             tokens = sample(logits, draws)
             found = token_logprobs(
                 own,
-                [tokens[number] for number in reported],
+                [tokens[number] or 0 for number in reported],
                 [draws[number].params.logprobs or 0 for number in reported],
             )
         by_number = dict(zip(reported, found, strict=True))
@@ -160,41 +163,53 @@ class TorchExecutor:
         offset = 0
         for row in rows:
             run = agreed(tokens[offset : offset + row.num_drafts + 1], row)
-            sampled[row.sequence_id] = run
-            if offset in by_number:
-                logprobs[row.sequence_id] = tuple(by_number[offset + position] for position in range(len(run)))
-            rewriter = self._sequences[row.sequence_id].rewriter
-            if rewriter is not None:
-                for token in run:
-                    rewriter.push(token)
+            try:
+                self._follow(row, run, logits[offset])
+            except Exception as error:
+                failures.setdefault(row.sequence_id, without_frames(error))
+            if row.sequence_id not in failures:
+                sampled[row.sequence_id] = run
+                if offset in by_number:
+                    logprobs[row.sequence_id] = tuple(by_number[offset + position] for position in range(len(run)))
             offset += row.num_drafts + 1
         results = tuple(sampled.get(row.sequence_id, ()) for row in plan.rows)
-        return StepResult(results, logprobs, handle.prompt_logprobs)
+        failed = {
+            place: failures[row.sequence_id] for place, row in enumerate(plan.rows) if row.sequence_id in failures
+        }
+        return StepResult(results, logprobs, handle.prompt_logprobs, failures=failed)
+
+    def _follow(self, row: Row, run: Sequence[int], logits: torch.Tensor) -> None:
+        """The row's sequence goes on with `run`, chosen by `logits` (of the first of them, vocab).
+
+        Raises:
+            FloatingPointError: there is none, since the model computes no numbers.
+            ValueError: there is none, since none is allowed.
+        """
+        if not run:
+            if bool(logits.isneginf().all()):
+                raise ValueError("no token is left to choose")
+            raise FloatingPointError("the logits are not finite")
+        rewriter = self._sequences[row.sequence_id].rewriter
+        if rewriter is not None:
+            for token in run:
+                rewriter.push(token)
 
     def _draws(self, row: Row) -> Iterator[Draw]:
         task = self._sequences[row.sequence_id].task
         for draft in range(row.num_drafts + 1):
             yield Draw(task.params, task.choice, row.output_index + draft)
 
-    def _edits(self, rows: Sequence[Row]) -> Edits:
-        """What is to be done to the logits of the rows that sample.
-
-        At a drafted position the drafts before it count as output.
-        """
+    def _edits(self, rows: Sequence[Row], failures: dict[int, Exception]) -> Edits:
+        """What is to be done to the logits of the rows that sample; adds to `failures` whose cannot be said."""
         edits = Edits()
         number = 0
         for row in rows:
             rewriter = self._sequences[row.sequence_id].rewriter
-            if rewriter is None:
-                number += row.num_drafts + 1
-                continue
-            # a step that failed may have gone further
-            rewriter.rewind(row.output_index)
-            rewriter.edit(number, edits)
-            for position in range(row.num_drafts):
-                rewriter.push(row.token_ids[len(row.token_ids) - row.num_drafts + position])
-                rewriter.edit(number + position + 1, edits)
-            rewriter.rewind(row.output_index)
+            if rewriter is not None:
+                try:
+                    _edit(row, rewriter, number, edits)
+                except Exception as error:
+                    failures[row.sequence_id] = without_frames(error)
             number += row.num_drafts + 1
         return edits
 
@@ -212,10 +227,29 @@ class TorchExecutor:
         self._sequences.clear()
 
 
-def agreed(sampled: list[int], row: Row) -> tuple[int, ...]:
-    """The sampled tokens up to and including the first that differs from its draft."""
+def _edit(row: Row, rewriter: Rewriter, number: int, edits: Edits) -> None:
+    """Say what is to be done to a row's logits, `number` being the first of them.
+
+    At a drafted position the drafts before it count as output.
+    """
+    # a step that failed may have gone further
+    rewriter.rewind(row.output_index)
+    rewriter.edit(number, edits)
+    for position in range(row.num_drafts):
+        rewriter.push(row.token_ids[len(row.token_ids) - row.num_drafts + position])
+        rewriter.edit(number + position + 1, edits)
+    rewriter.rewind(row.output_index)
+
+
+def agreed(sampled: Sequence[int | None], row: Row) -> tuple[int, ...]:
+    """The sampled tokens up to and including the first that differs from its draft, or before the first
+    that could not be sampled: a step that begins there shows whether a wrong draft was at fault."""
     drafts = row.token_ids[len(row.token_ids) - row.num_drafts :]
-    for position, draft in enumerate(drafts):
-        if sampled[position] != draft:
-            return tuple(sampled[: position + 1])
-    return tuple(sampled)
+    run: list[int] = []
+    for token, draft in zip(sampled, (*drafts, None), strict=True):
+        if token is None:
+            break
+        run.append(token)
+        if token != draft:
+            break
+    return tuple(run)
