@@ -10,11 +10,13 @@ from trio_llm.config import ServerSettings, resolve
 from trio_llm.engine.registry import Registry
 from trio_llm.errors import TrioLLMError
 from trio_llm.server import logs
+from trio_llm.server.docs import blueprint as docs
 from trio_llm.server.http import App, this_app, this_exchange
 from trio_llm.server.openai.chat import blueprint as chat
 from trio_llm.server.openai.completions import blueprint as completions
 from trio_llm.server.openai.error_bodies import body_of, failure_of, http_error_body
 from trio_llm.server.openai.models import blueprint as models
+from trio_llm.server.openapi import blueprint as openapi
 from trio_llm.server.operations.aborts import blueprint as aborts
 from trio_llm.server.operations.health import blueprint as health
 from trio_llm.server.operations.scrape import blueprint as scrape
@@ -27,7 +29,7 @@ def create_app(settings: ServerSettings | str | None = None, *, registry: Regist
     if not isinstance(settings, ServerSettings):
         settings = resolve(config=settings)
     app = App(settings, Registry() if registry is None else registry)
-    for blueprint in (chat, completions, models, aborts, health, scrape):
+    for blueprint in (chat, completions, models, aborts, health, scrape, openapi, docs):
         app.register_blueprint(blueprint)
     app.before_request(_let_in)
     app.register_error_handler(TrioLLMError, _trio_llm_error)

@@ -23,11 +23,18 @@ from trio_llm.server.openai.wire import (
     Message,
     UsageBody,
 )
+from trio_llm.server.openapi import Operation
 
 blueprint = Blueprint("chat", __name__)
 
 
 @blueprint.post("/v1/chat/completions")
+@Operation(
+    request=ChatCompletionRequest,
+    answer=ChatCompletion,
+    event=ChatCompletionChunk,
+    example={"messages": [{"role": "user", "content": "Name three rivers."}], "max_tokens": 60, "stream": True},
+)
 async def chat_completions() -> Response:
     """Continue a conversation, whole or as a stream."""
     app, exchange = this_app(), this_exchange()

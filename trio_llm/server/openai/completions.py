@@ -13,11 +13,18 @@ from trio_llm.server.openai.chunks import Chunks, Identity, to_plain, usage_of
 from trio_llm.server.openai.generate import answer, answer_stream, finish, sampling_params, start
 from trio_llm.server.openai.parsing import parse_completion, read_json
 from trio_llm.server.openai.wire import CompletionRequest, TextChoice, TextCompletion, UsageBody
+from trio_llm.server.openapi import Operation
 
 blueprint = Blueprint("completions", __name__)
 
 
 @blueprint.post("/v1/completions")
+@Operation(
+    request=CompletionRequest,
+    answer=TextCompletion,
+    event=TextCompletion,
+    example={"prompt": "Three rivers are", "max_tokens": 30, "stream": True},
+)
 async def completions() -> Response:
     """Continue one prompt, whole or as a stream."""
     app, exchange = this_app(), this_exchange()

@@ -8,6 +8,7 @@ from quart import Blueprint, Response
 from trio_llm.engine.engine import Engine
 from trio_llm.server.http import this_app
 from trio_llm.server.openai.wire import ModelCard, ModelList, to_wire
+from trio_llm.server.openapi import Operation
 
 blueprint = Blueprint("models", __name__)
 
@@ -17,6 +18,7 @@ def _card(name: str, engine: Engine) -> ModelCard:
 
 
 @blueprint.get("/v1/models")
+@Operation(answer=ModelList)
 async def list_models() -> Response:
     """Every served name."""
     cards = ModelList(data=[_card(name, engine) for name, engine in this_app().registry.items()])
@@ -24,6 +26,7 @@ async def list_models() -> Response:
 
 
 @blueprint.get("/v1/models/<path:name>")
+@Operation(answer=ModelCard)
 async def get_model(name: str) -> Response:
     """One served name, which may hold slashes.
 

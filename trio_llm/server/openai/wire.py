@@ -161,6 +161,21 @@ class ModelList:
     data: list[ModelCard]
 
 
+@attrs.frozen(kw_only=True)
+class ErrorObject:
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+@attrs.frozen(kw_only=True)
+class ErrorBody:
+    """Of every failure, and of an event of a stream that fails."""
+
+    error: ErrorObject
+
+
 def to_wire(value: Any) -> Any:
     """An answer object as plain data."""
     return attrs.asdict(value)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import attrs
 import orjson
 from quart import Blueprint, Response
 
 from trio_llm.errors import RequestNotFound
 from trio_llm.server.http import this_app
+from trio_llm.server.openapi import Operation
 
 blueprint = Blueprint("aborts", __name__)
 
 _PREFIXES = ("chatcmpl-", "cmpl-")
 
 
+@attrs.frozen(kw_only=True)
+class Aborted:
+    id: str
+    aborted: Literal[True] = True
+
+
 @blueprint.post("/v1/requests/<request_id>/abort")
+@Operation(answer=Aborted)
 async def abort(request_id: str) -> Response:
     """End a request that is in flight: it is answered with what was made so far, finish_reason "abort".
 
@@ -24,4 +35,4 @@ async def abort(request_id: str) -> Response:
         internal = internal.removeprefix(prefix)
     if not any(engine.abort(internal) for engine in this_app().registry.engines()):
         raise RequestNotFound(f"no request {request_id[:80]!r} is in flight", field="id")
-    return Response(orjson.dumps({"id": request_id, "aborted": True}), content_type="application/json")
+    return Response(orjson.dumps(attrs.asdict(Aborted(id=request_id))), content_type="application/json")

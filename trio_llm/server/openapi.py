@@ -1,0 +1,170 @@
+"""The OpenAPI 3.1 document: every route of the application, described from its wire types."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
+
+import attrs
+import orjson
+from quart import Blueprint, Response
+from werkzeug.routing import Rule
+
+from trio_llm.server.http import App, this_app
+from trio_llm.server.json_schema import Schemas
+from trio_llm.server.openai import fields, wire
+from trio_llm.server.openai.error_bodies import FAILURES, HTTP_FAILURES
+
+blueprint = Blueprint("openapi", __name__)
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+TABLES: Mapping[type, fields.Table] = {
+    wire.ChatCompletionRequest: fields.CHAT,
+    wire.CompletionRequest: fields.COMPLETION,
+    wire.Message: fields.MESSAGE,
+    wire.ContentPart: fields.CONTENT_PART,
+    wire.StreamOptions: fields.STREAM_OPTIONS,
+}
+"""How the fields of a request's objects are treated."""
+
+_WORDS = "OpenAI's API, and a little more, for models that are served here."
+_EVENT = "One event of the stream.  The last one is `[DONE]`; a failure is an event too, with the error envelope."
+_SKIPPED_METHODS = {"HEAD", "OPTIONS"}
+
+
+@attrs.frozen(kw_only=True)
+class Operation:
+    """A decorator of handlers: what the document says of a route beside the handler's docstring."""
+
+    request: type | None = None
+    """The JSON body that it takes."""
+    answer: type | None = None
+    """The JSON body that it gives."""
+    event: type | None = None
+    """What the events of its streamed answer hold."""
+    media_type: str | None = None
+    """Of an answer that is not JSON."""
+    statuses: tuple[int, ...] = (200,)
+    """With which it gives its answer; others are errors."""
+    example: Mapping[str, Any] | None = None
+    """Of the body that it takes.  The served model is named in it."""
+
+    def __call__(self, handler: Handler) -> Handler:
+        handler.operation = self  # type: ignore[attr-defined]
+        return handler
+
+
+@blueprint.get("/openapi.json")
+@Operation(answer=dict)
+async def openapi() -> Response:
+    """This document."""
+    app = this_app()
+    lenient = app.settings.compat == "lenient"
+    return Response(orjson.dumps(document(app, lenient=lenient)), content_type="application/json")
+
+
+def document(app: App, *, lenient: bool = False) -> dict[str, Any]:
+    """The OpenAPI document of an application.
+
+    Args:
+        lenient: request fields that are unknown or not supported are ignored.
+    """
+    schemas = Schemas(TABLES, lenient=lenient)
+    failure = schemas.of_answer(wire.ErrorBody)
+    paths: dict[str, dict[str, Any]] = {}
+    for rule in sorted(app.url_map.iter_rules(), key=_order):
+        handler = inspect.unwrap(app.view_functions[rule.endpoint])
+        operation = getattr(handler, "operation", None)
+        if isinstance(operation, Operation):
+            for method in (rule.methods or set()) - _SKIPPED_METHODS:
+                entry = _entry(method, rule, handler, operation, schemas)
+                if operation.example is not None:
+                    example = {"model": next(iter(app.registry), ""), **operation.example}
+                    entry["requestBody"]["content"]["application/json"]["example"] = example
+                paths.setdefault(_path(rule), {})[method.lower()] = entry
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "trio_llm", "version": _version(), "description": _WORDS},
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {
+            "schemas": schemas.components,
+            "responses": {"Error": {"description": _failures(), "content": {"application/json": {"schema": failure}}}},
+        },
+    }
+
+
+def _version() -> str:
+    try:
+        return version("trio-llm")
+    except PackageNotFoundError:  # it runs from a source tree
+        return "unknown"
+
+
+def _order(rule: Rule) -> tuple[bool, str]:
+    return not rule.rule.startswith("/v1/"), rule.rule
+
+
+def _path(rule: Rule) -> str:
+    return re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", rule.rule)
+
+
+def _entry(
+    method: str, rule: Rule, handler: Callable[..., Any], operation: Operation, schemas: Schemas
+) -> dict[str, Any]:
+    path = _path(rule)
+    summary, _, text = _words(handler).partition("\n\n")
+    entry: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_"),
+        "tags": [rule.endpoint.partition(".")[0]],
+        "summary": " ".join(summary.split()).removesuffix("."),
+    }
+    if text:
+        entry["description"] = text
+    if rule.arguments:
+        entry["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in sorted(rule.arguments)
+        ]
+    if operation.request is not None:
+        content = {"application/json": {"schema": schemas.of_request(operation.request)}}
+        entry["requestBody"] = {"required": True, "content": content}
+    answer = {"description": "The answer.", "content": _content(operation, schemas)}
+    entry["responses"] = {
+        **{str(status): answer for status in operation.statuses},
+        "4XX": {"$ref": "#/components/responses/Error"},
+        "5XX": {"$ref": "#/components/responses/Error"},
+    }
+    return entry
+
+
+def _content(operation: Operation, schemas: Schemas) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if operation.answer is not None:
+        content["application/json"] = {"schema": schemas.of_answer(operation.answer)}
+    if operation.event is not None:
+        contents = {"anyOf": [schemas.of_answer(operation.event), schemas.of_answer(wire.ErrorBody)]}
+        chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": contents}
+        data = {"anyOf": [{"const": "[DONE]"}, chunk]}
+        # OpenAPI 3.1 has no word for the items of a stream: by custom, this describes each of them
+        event = {"type": "object", "description": _EVENT, "properties": {"data": data}, "required": ["data"]}
+        content["text/event-stream"] = {"schema": event}
+    if operation.media_type is not None:
+        content[operation.media_type] = {"schema": {"type": "string"}}
+    return content
+
+
+def _words(handler: Callable[..., Any]) -> str:
+    """A handler's docstring, without what it says to programmers."""
+    return re.split(r"\n\n(?:Args|Raises|Returns):", inspect.getdoc(handler) or "")[0]
+
+
+def _failures() -> str:
+    """All failures: in one table, as in the code."""
+    rows = sorted({(row.status, row.type, row.code) for row in (*FAILURES.values(), *HTTP_FAILURES.values())})
+    lines = [f"| {status} | `{kind}` | `{code}` |" for status, kind, code in rows]
+    return "\n".join(["A failure.", "", "| status | type | code |", "|---|---|---|", *lines])
