@@ -132,6 +132,16 @@ def test_lenient_servers_say_so(app):
     assert "enum" not in schema["properties"]["store"]
 
 
+def test_keys_are_asked_for_where_there_are_some(document):
+    assert "security" not in document
+    locked = openapi.document(create_app(ServerSettings(api_key=("sesame",)), registry=Registry()))
+    schemathesis.openapi.from_dict(locked).validate()
+    (scheme,) = locked["security"][0]
+    assert locked["components"]["securitySchemes"][scheme] == {"type": "http", "scheme": "bearer"}
+    open_paths = {path for path, methods in locked["paths"].items() if methods.get("get", {}).get("security") == []}
+    assert open_paths == {"/health", "/health/live", "/health/ready"}
+
+
 def test_a_type_without_a_schema_is_refused():
     with pytest.raises(TypeError, match="has no JSON Schema"):
         Schemas({}, lenient=False).of_answer(bytes)

@@ -12,6 +12,9 @@ from quart import request
 from trio_llm.config import ServerSettings, check_api_keys
 from trio_llm.errors import ConfigurationError, TrioLLMError
 
+OPEN_BLUEPRINTS = frozenset({"health"})
+"""Whose routes need no key, so that whatever watches the process can use them."""
+
 
 class InvalidAPIKey(TrioLLMError):
     """A request without a key, or with one that is not known."""
@@ -29,6 +32,11 @@ class Access:
     def __init__(self, keys: Collection[str] = ()) -> None:
         self._digests = [_digest(key) for key in keys]
 
+    @property
+    def required(self) -> bool:
+        """Whether there are keys at all."""
+        return bool(self._digests)
+
     def allows(self, key: str) -> bool:
         """Whether a key is among ours.
 
@@ -41,12 +49,11 @@ class Access:
         """Refuse the request that is being handled, unless it shows a key.  Its body is not looked at.
 
         A key comes as `Authorization: Bearer KEY`, or as Anthropic's clients send it, in `x-api-key`.
-        /health needs none, so that whatever watches the process can.
 
         Raises:
             InvalidAPIKey: it shows none, or a wrong one.
         """
-        if not self._digests or request.blueprint == "health":
+        if not self.required or request.blueprint in OPEN_BLUEPRINTS:
             return
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         shown = [bearer.strip()] if scheme.lower() == "bearer" else []

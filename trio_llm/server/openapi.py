@@ -13,6 +13,7 @@ import orjson
 from quart import Blueprint, Response
 from werkzeug.routing import Rule
 
+from trio_llm.server.access import OPEN_BLUEPRINTS
 from trio_llm.server.http import App, this_app
 from trio_llm.server.json_schema import Schemas
 from trio_llm.server.openai import fields, wire
@@ -86,15 +87,21 @@ def document(app: App, *, lenient: bool = False) -> dict[str, Any]:
                     example = {"model": next(iter(app.registry), ""), **operation.example}
                     entry["requestBody"]["content"]["application/json"]["example"] = example
                 paths.setdefault(_path(rule), {})[method.lower()] = entry
+    components = {
+        "schemas": schemas.components,
+        "responses": {"Error": {"description": _failures(), "content": {"application/json": {"schema": failure}}}},
+    }
+    locks: dict[str, Any] = {}
+    if app.access.required:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        locks = {"security": [{"key": []}]}
     return {
         "openapi": "3.1.0",
         "info": {"title": "trio_llm", "version": _version(), "description": _WORDS},
         "servers": [{"url": "/"}],
+        **locks,
         "paths": paths,
-        "components": {
-            "schemas": schemas.components,
-            "responses": {"Error": {"description": _failures(), "content": {"application/json": {"schema": failure}}}},
-        },
+        "components": components,
     }
 
 
@@ -125,6 +132,8 @@ def _entry(
     }
     if text:
         entry["description"] = text
+    if entry["tags"][0] in OPEN_BLUEPRINTS:
+        entry["security"] = []
     if rule.arguments:
         entry["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
