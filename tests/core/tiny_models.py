@@ -136,7 +136,7 @@ def paged(model: PreTrainedModel, *, block_size: int = 16, num_blocks: int = 64)
     return paged_model
 
 
-def core_of(paged_model: PagedModel, *, num_blocks: int = 64, max_model_len: int = 256, **settings: int) -> EngineCore:
+def core_of(paged_model: PagedModel, *, num_blocks: int = 64, max_model_len: int = 256, **settings: Any) -> EngineCore:
     """An engine on a model; `num_blocks` may be fewer than it has."""
     executor = TorchExecutor(paged_model, num_blocks=num_blocks, max_model_len=max_model_len)
     return EngineCore(executor, EngineSettings(**{"max_num_seqs": 8, "max_num_batched_tokens": 512, **settings}))
