@@ -276,7 +276,7 @@ async def test_death_ends_everything(open_fake: OpenFake) -> None:
     causes: list[BaseException | None] = []
     dead = trio.Event()
 
-    def step() -> Any:
+    def step(now: float) -> Any:
         raise crash
 
     async def reader(engine: Engine, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

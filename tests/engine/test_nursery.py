@@ -201,7 +201,7 @@ async def test_leaving_beside_a_stuck_step_takes_bounded_time(mock_clock: MockCl
 async def test_the_body_may_turn_death_into_its_own_error() -> None:
     crash = ZeroDivisionError("crash")
 
-    def step() -> Any:
+    def step(now: float) -> Any:
         raise crash
 
     async with open_simulation() as other:
@@ -221,7 +221,7 @@ async def test_the_body_may_turn_death_into_its_own_error() -> None:
 async def test_death_inside_a_nursery_of_the_block() -> None:
     """What the engine's death does to the block's own nursery is not told twice."""
 
-    def step() -> Any:
+    def step(now: float) -> Any:
         raise ZeroDivisionError
 
     async def reader(engine: Engine) -> None:

@@ -127,7 +127,7 @@ async def test_engine_death(make_server, gated):
         await client.send("POST", CHAT, {**HI, "stream": True, "max_tokens": 500})
         await client.until(b'"role"')
 
-        def step():
+        def step(now):
             raise MemoryError("gone")
 
         server.engine._worker.core.step = step

@@ -224,7 +224,7 @@ class Simulation:
         if error is not None:
             raise error
 
-    def checked_step(self) -> list[SequenceOutput]:
+    def checked_step(self, now: float) -> list[SequenceOutput]:
         """A step with the invariants asserted: those of the core, and that nobody is passed over."""
         core, scheduler = self.core, self.core.scheduler
         self.num_steps += 1
@@ -237,7 +237,7 @@ class Simulation:
         before = [(sequence.num_tokens, sequence.num_computed_tokens) for sequence in ready[:1]]
         num_failed_steps, num_faults = core.statistics().num_failed_steps, sum(self.executor.counts.values())
         num_not_finite = self.executor.counts.get("row is not finite", 0)
-        outputs = self.step()
+        outputs = self.step(now)
         core.check()
         for output in outputs:
             self.note_end(output.request_id)

@@ -62,7 +62,8 @@ class EngineCore:
             ContextLengthExceeded: it could never fit, even alone.
         """
         limit = self.max_total_tokens
-        prompt, wanted = len(request.prompt_token_ids), request.params.max_tokens or 1
+        wanted = 1 if request.params.max_tokens is None else request.params.max_tokens
+        prompt = len(request.prompt_token_ids)
         if prompt + wanted > limit:
             raise ContextLengthExceeded(
                 f"the prompt has {prompt} tokens and {wanted} are wanted, but at most {limit} fit",
@@ -99,15 +100,19 @@ class EngineCore:
         """Whether step() would compute anything now."""
         return self.scheduler.has_work()
 
-    def step(self) -> list[SequenceOutput]:
+    def step(self, now: float = 0.0) -> list[SequenceOutput]:
         """Plan, execute and commit one step.
 
         A step that raises is run again in parts, so that only those who cannot go on fail: row by
         row, or in halves where memory ran out (see `faults`).
 
+        Args:
+            now: the time by the caller's clock; outputs say by it when their requests were started.
+
         Raises:
             Exception: every row failed, and the executor says that it is broken.
         """
+        self.scheduler.now = now
         self.scheduler.max_step_tokens = limit = self._token_limit.current
         if self.speculation is not None:
             decoding, num_tokens = self.scheduler.next_step()

@@ -117,5 +117,7 @@ class Request:
     """Computes the prompt for all choices; None once that is done."""
     num_cached_tokens: int | None = None
     """Prompt tokens that were found in the cache when the request was first admitted."""
+    started_at: float | None = None
+    """When its first sequence was first taken into a step."""
     prompt_logprobs: list[TokenLogprobs] = attrs.field(factory=list)
     """Of the prompt's tokens after the first, as far as they are computed."""

@@ -260,7 +260,8 @@ class SamplingParams:
     """Same seed, same tokens, whoever else is in the batch.  None draws one."""
     min_tokens: int = attrs.field(default=0, validator=Integer(0, 2**31 - 1, optional=False))
     """End tokens cannot be chosen, and stop strings do not end a choice, before it has so many tokens."""
-    max_tokens: int | None = attrs.field(default=None, validator=Integer(1, 2**31 - 1))
+    max_tokens: int | None = attrs.field(default=None, validator=Integer(0, 2**31 - 1))
+    """0 computes the prompt and nothing else, which `prompt_logprobs` is for."""
     stop: tuple[str, ...] = attrs.field(default=(), converter=_as_strings, validator=Strings(MAX_STOP_STRINGS))
     """Texts that end a choice; they are not part of its text."""
     include_stop_str_in_output: bool = attrs.field(default=False, validator=_boolean)

@@ -66,6 +66,8 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.credit_window = credit_window
         self.prefix_cache = PrefixCache(pool, enabled=prefix_caching)
+        self.now = 0.0
+        """The time, as who steps the engine has it."""
         self.num_preemptions = 0
         self.num_drafts = 0
         self.num_draft_tokens = 0
@@ -264,6 +266,7 @@ class Scheduler:
                     tuple(tokens),
                     reason,
                     num_cached_tokens=request.num_cached_tokens or 0,
+                    started_at=request.started_at or 0.0,
                     logprobs=result.logprobs.get(sequence.id, ())[: len(tokens)],
                     prompt_logprobs=tuple(request.prompt_logprobs) if row.score else None,
                 )
@@ -274,6 +277,8 @@ class Scheduler:
         request = sequence.request
         room = self._room(sequence)
         tokens: list[int] = []
+        if room <= 0:
+            return tokens, FinishReason.LENGTH  # only the prompt was wanted
         for token in sampled:
             tokens.append(token)
             may_end = sequence.num_output_tokens + len(tokens) > request.params.min_tokens
@@ -285,7 +290,8 @@ class Scheduler:
 
     def _room(self, sequence: Sequence) -> int:
         """Tokens that the sequence may still get."""
-        limit = sequence.request.params.max_tokens or self.max_model_len
+        wanted = sequence.request.params.max_tokens
+        limit = self.max_model_len if wanted is None else wanted
         return min(limit - sequence.num_output_tokens, self.max_model_len - sequence.num_tokens)
 
     def _reserve(self, sequence: Sequence, budget: int, block_copies: tuple[tuple[int, int], ...] = ()) -> Row | None:
@@ -356,6 +362,8 @@ class Scheduler:
             self._preempt(victim)
         heapq.heappop(self._waiting)
         newcomer.status = Status.RUNNING
+        if newcomer.request.started_at is None:
+            newcomer.request.started_at = self.now
         newcomer.block_table = shared
         newcomer.has_shared = bool(shared or source is not None)
         newcomer.num_hashed_blocks = len(shared)

@@ -107,6 +107,8 @@ class SequenceOutput:
     error: TrioLLMError | None = None
     num_cached_tokens: int = 0
     """Prompt tokens of the request that were not computed but found."""
+    started_at: float = 0.0
+    """When the request was first taken into a step, by the clock of who steps the engine."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of token_ids, where the request asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

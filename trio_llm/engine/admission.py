@@ -109,7 +109,7 @@ def check_prompt(prompt_token_ids: list[int], max_tokens: int | None, *, vocab_s
         message = f"the prompt has a token id that is not in the vocabulary (0 to {vocab_size - 1})"
         raise InvalidRequest(message, field="prompt", limit=vocab_size)
     prompt_tokens = len(prompt_token_ids)
-    if prompt_tokens + (max_tokens or 1) > max_model_len:
+    if prompt_tokens + (1 if max_tokens is None else max_tokens) > max_model_len:
         wanted = "at least 1" if max_tokens is None else str(max_tokens)
         raise ContextLengthExceeded(
             f"the context holds at most {max_model_len} tokens, but the prompt has {prompt_tokens} "

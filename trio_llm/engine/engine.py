@@ -25,6 +25,7 @@ from trio_llm.engine.detokenizer import TokenDecoder
 from trio_llm.engine.generation import Generation
 from trio_llm.engine.loading import Load, Model, load_core
 from trio_llm.engine.statistics import Counters, Observer, Statistics
+from trio_llm.engine.token_bytes import TokenBytes
 from trio_llm.engine.worker import Add, Command, Drive, Report, Settle, Stop, Worker, drive_in_thread
 from trio_llm.errors import EngineDead, InvalidRequest, QueueFull, ReaderStalled, RequestFailed, ShuttingDown
 
@@ -130,6 +131,8 @@ class Engine:
     _decoder: TokenDecoder
     _plain_decoder: TokenDecoder | None
     """Keeps special tokens; made when first needed."""
+    _token_bytes: dict[bool, TokenBytes]
+    """By skip_special_tokens; each made when first needed."""
 
     def __init__(self, load: Load, settings: EngineSettings, name: str | None, **worker_options: Any) -> None:
         self.settings = settings
@@ -312,6 +315,13 @@ class Engine:
             self._plain_decoder = TokenDecoder(self.tokenizer, skip_special_tokens=False)
         return self._plain_decoder
 
+    def _token_bytes_for(self, params: SamplingParams) -> TokenBytes:
+        known = self._token_bytes.get(params.skip_special_tokens)
+        if known is None:
+            known = TokenBytes(self.tokenizer, self._decoder_for(params))
+            self._token_bytes[params.skip_special_tokens] = known
+        return known
+
     def _post(self, command: Command) -> None:
         self._worker.post(command)
 
@@ -338,6 +348,7 @@ class Engine:
         self._decoder = TokenDecoder(model.tokenizer)
         self._max_characters = self.max_model_len * longest_token(model.tokenizer)
         self._plain_decoder = None
+        self._token_bytes = {}
         return core
 
     def _deliver(self, report: Report) -> None:

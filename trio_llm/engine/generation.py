@@ -12,6 +12,7 @@ channel, which has room for every choice's window and last word, is never full.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.core.step import SequenceOutput, TokenLogprobs
 from trio_llm.engine.admission import Prompt, check_length, tokenize, tokenize_bad_words
 from trio_llm.engine.detokenizer import Detokenizer, StopMatcher, TokenDecoder
+from trio_llm.engine.token_bytes import TokenBytes
 from trio_llm.engine.worker import Acknowledge, Finish
 from trio_llm.errors import TrioLLMError
 
@@ -45,6 +47,9 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of token_ids, where the request asks for them."""
 
+    end_is_hidden: bool = False
+    """Whether the last of token_ids is an end token that is no part of the text."""
+
 
 @attrs.frozen
 class Usage:
@@ -60,6 +65,18 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
+@attrs.frozen
+class Timings:
+    """Where the time of a request went, in seconds; what has not happened yet has taken none."""
+
+    queue: float = 0.0
+    """From its admission to the first step that computed some of it."""
+    prefill: float = 0.0
+    """From there to its first token."""
+    decode: float = 0.0
+    """From its first token to its last."""
+
+
 @attrs.define(eq=False)
 class Choice:
     """One continuation of the prompt, as far as it was made."""
@@ -69,6 +86,8 @@ class Choice:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = attrs.field(factory=list)
     """One for each of token_ids, where the request asks for them."""
+    end_is_hidden: bool = False
+    """Whether the last of token_ids is an end token that is no part of the text."""
     _pieces: list[str] = attrs.field(factory=list)
 
     @property
@@ -82,6 +101,7 @@ class Choice:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason
+        self.end_is_hidden = delta.end_is_hidden
         if delta.text:
             self._pieces.append(delta.text)
 
@@ -106,10 +126,12 @@ class _Track:
         pieces = []
         reason = None
         num_kept = 0
+        end_is_hidden = False
         ends = output.finish_reason is FinishReason.STOP
         for token in output.token_ids:
             num_kept += 1
             if ends and num_kept == len(output.token_ids) and not self._shows_end:
+                end_is_hidden = True
                 break  # an end token is counted, but it is no text
             late, own = self._detokenizer.push(token)
             num_before = len(self.choice.token_ids) + num_kept - 1
@@ -128,7 +150,12 @@ class _Track:
             pieces.append(tail)
             reason = FinishReason.STOP if stopped else output.finish_reason
         return Delta(
-            self.choice.index, "".join(pieces), output.token_ids[:num_kept], reason, output.logprobs[:num_kept]
+            self.choice.index,
+            "".join(pieces),
+            output.token_ids[:num_kept],
+            reason,
+            output.logprobs[:num_kept],
+            end_is_hidden,
         )
 
     def flush(self, num_new: int = 0) -> tuple[str, bool]:
@@ -187,6 +214,9 @@ class Generation:
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         """Of the prompt's tokens after the first, where the request asks for them; known with the first delta."""
         self.choices = [Choice(index) for index in range(params.n)]
+        self.on_arrival: Callable[[], object] | None = None
+        """Called on the Trio thread whenever there is something to drain, or nothing more will come.
+        For who reads several at once; must be quick, never awaits."""
         self.core_id = ""
         """The core's name for it, never used again; empty until it is admitted."""
         self._engine = engine
@@ -195,6 +225,9 @@ class Generation:
         self._send: trio.MemorySendChannel[Delta] | None = None
         self._receive: trio.MemoryReceiveChannel[Delta] | None = None
         self._admitted_at = 0.0
+        self._started_at = 0.0
+        self._first_token_at = 0.0
+        self._last_token_at = 0.0
         self._cached_tokens = 0
         self._has_token = False
         self._full_since: float | None = None
@@ -297,6 +330,27 @@ class Generation:
         completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
         return Usage(len(self.prompt_token_ids), completion_tokens, self._cached_tokens)
 
+    @property
+    def failure(self) -> TrioLLMError | None:
+        """What iterating raises after all that was made before, once that is known."""
+        return self._failure
+
+    @property
+    def timings(self) -> Timings:
+        """Where the time went so far."""
+        if not self._has_token:
+            return Timings()
+        return Timings(
+            self._started_at - self._admitted_at,
+            self._first_token_at - self._started_at,
+            self._last_token_at - self._first_token_at,
+        )
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """What single tokens of the output stand for."""
+        return self._engine._token_bytes_for(self.params)
+
     # --- for the engine ---
 
     def _begin(self, core_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
@@ -304,7 +358,7 @@ class Generation:
         self.core_id = core_id
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self._admitted_at = trio.current_time()
+        self._admitted_at = self._engine._worker.clock()
         decoder = self._engine._decoder_for(params)
         self._tracks = [_Track(choice, decoder, prompt_token_ids, params) for choice in self.choices]
 
@@ -326,6 +380,7 @@ class Generation:
             counters.wasted_tokens += len(output.token_ids)
             raise
         self._cached_tokens = output.num_cached_tokens
+        self._started_at = output.started_at
         num_kept = len(delta.token_ids)
         counters.wasted_tokens += len(output.token_ids) - num_kept
         counters.generation_tokens += num_kept
@@ -345,12 +400,15 @@ class Generation:
         if track.num_ahead >= self._engine.settings.credit_window and self._full_since is None:
             self._full_since = trio.current_time()
         self._send.send_nowait(delta)
+        if self.on_arrival is not None:
+            self.on_arrival()
 
     def _time(self, track: _Track) -> None:
-        now = trio.current_time()
+        now = self._last_token_at = self._engine._worker.clock()
         counters = self._engine._counters
         if not self._has_token:
             self._has_token = True
+            self._first_token_at = now
             self._engine._left_queue(len(self.prompt_token_ids))
             counters.first_token(now - self._admitted_at, len(self.prompt_token_ids))
         elif track.last_output is not None:
@@ -403,6 +461,8 @@ class Generation:
             if failure is None:
                 self._send.send_nowait(delta)
         self._send.close()
+        if self.on_arrival is not None:
+            self.on_arrival()
         self._engine._release(self)
         if self.core_id:
             if not self._has_token:

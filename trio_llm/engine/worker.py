@@ -164,7 +164,7 @@ class Worker:
             if self.stopped:
                 break
         if not self.stopped and core.has_work():
-            outputs += core.step()
+            outputs += core.step(self.clock())
         return Report(tuple(outputs), core.statistics(), tuple(settled))
 
     def _apply(self, command: Command, outputs: list[SequenceOutput], settled: list[Hashable]) -> None:
