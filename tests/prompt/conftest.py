@@ -1,4 +1,4 @@
-"""What tests of parsers share."""
+"""What tests of parsers share: cutting texts, and tokenizers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from trio_llm.prompt.events import Event, joined
 
@@ -29,3 +31,25 @@ def check_every_cut() -> Callable[[Callable[[], Any], str], list[Event]]:
         return whole
 
     return check
+
+
+def _byte_tokenizer(
+    *, special: Sequence[str] = (), added: Sequence[str] = (), template: str | None = None
+) -> PreTrainedTokenizerFast:
+    """A token for each byte, an end token, and further tokens, special or not."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>", *special])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in added])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)
+
+
+ByteTokenizer = Callable[..., PreTrainedTokenizerFast]
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> ByteTokenizer:
+    """byte_tokenizer(special=[...], added=[...], template=...): a tokenizer of bytes."""
+    return _byte_tokenizer

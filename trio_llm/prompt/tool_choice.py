@@ -1,0 +1,234 @@
+"""Which tools a model may call, must call, and in what form: `tool_choice` as a grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from trio_llm.core.sampling_params import StructuredOutput
+from trio_llm.errors import InvalidRequest
+from trio_llm.prompt.tool_formats import ToolFormat
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NOTES = frozenset(["type", "properties", "required", "title", "description", "$schema", "strict"])
+"""Keywords of a schema that say nothing of properties which it does not name."""
+_OF_KEYWORDS = _NOTES | {"$defs", "definitions", "additionalProperties"}
+"""Keywords that a call with keyword arguments can be held to."""
+
+
+@attrs.frozen
+class ToolChoice:
+    """What a request lets its model call."""
+
+    names: tuple[str, ...] = ()
+    """Functions that may be called, in the order of the tools."""
+    is_required: bool = False
+    """Whether the answer must be a call."""
+    is_named: bool = False
+    """Whether it must be the one call of a function that the request names."""
+
+
+def read_tool_choice(tool_choice: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+    """What `tool_choice` says about `tools`, both as OpenAI has them.
+
+    Args:
+        tool_choice: None (auto where there are tools), "none", "auto", "required", or an object
+            that names a function or the allowed ones.
+
+    Raises:
+        InvalidRequest: a tool is no function, two have one name, or the choice is of none of
+            these forms or names a function that is not among the tools.
+    """
+    names = tuple(_name(tool, f"tools[{index}]") for index, tool in enumerate(tools))
+    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    if twice is not None:
+        raise InvalidRequest(f"two tools are called {twice!r}", field="tools")
+    if tool_choice is None:
+        tool_choice = "auto" if tools else "none"
+    if tool_choice == "none":
+        return ToolChoice()
+    if not tools:
+        raise InvalidRequest("tool_choice needs tools to choose from", field="tool_choice")
+    if tool_choice in ("auto", "required"):
+        return ToolChoice(names, is_required=tool_choice == "required")
+    kind = tool_choice.get("type") if isinstance(tool_choice, Mapping) else None
+    if kind == "function":
+        name = _known(tool_choice, names)
+        return ToolChoice((name,), is_required=True, is_named=True)
+    allowed = tool_choice.get("allowed_tools") if kind == "allowed_tools" else None
+    if not isinstance(allowed, Mapping) or allowed.get("mode") not in ("auto", "required"):
+        message = 'tool_choice is "none", "auto", "required", a function, or allowed_tools with a mode and tools'
+        raise InvalidRequest(message, field="tool_choice")
+    listed = allowed.get("tools")
+    if not isinstance(listed, list | tuple) or not listed:
+        raise InvalidRequest("allowed_tools must list at least one tool", field="tool_choice")
+    chosen = {_known(tool, names) for tool in listed}
+    return ToolChoice(tuple(name for name in names if name in chosen), is_required=allowed["mode"] == "required")
+
+
+def tool_grammar(
+    tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, *, parallel: bool = True
+) -> StructuredOutput | None:
+    """The grammar of the calls that an answer must consist of, in the model's own syntax.
+
+    Args:
+        tools: as OpenAI has them; the arguments of a call satisfy the schema of its function.
+        parallel: whether there may be several calls; with a named function there is one.
+
+    Returns:
+        None where the choice requires no call.
+
+    Raises:
+        InvalidRequest: the parameters of a function are no schema of an object, or (pythonic)
+            say more than keyword arguments can be held to; `field` is "tools".
+    """
+    if not choice.is_required:
+        return None
+    schemas = {tool["function"]["name"]: _schema(tool["function"]) for tool in tools}
+    writer = _WRITERS[tool_format.name](tool_format, {name: schemas[name] for name in choice.names})
+    writer.rule("start", writer.calls(several=parallel and not choice.is_named))
+    return StructuredOutput("lark", "\n".join(writer.rules) + "\n")
+
+
+def _name(tool: Any, where: str, field: str = "tools") -> str:
+    function = (
+        tool.get("function") if isinstance(tool, Mapping) and tool.get("type", "function") == "function" else None
+    )
+    if not isinstance(function, Mapping):
+        raise InvalidRequest(f'{where} must be of the type "function" and have a function', field=field)
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        message = f"{where}.function.name must be of 1 to 64 letters, digits, underscores and dashes"
+        raise InvalidRequest(message, field=field)
+    return name
+
+
+def _known(tool: Any, names: Sequence[str]) -> str:
+    name = _name(tool, "tool_choice", "tool_choice")
+    if name not in names:
+        raise InvalidRequest(f"tool_choice names {name!r}, which is none of the tools", field="tool_choice")
+    return name
+
+
+def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments; a function that names none takes none."""
+    schema = function.get("parameters")
+    if schema is None:
+        schema = {}
+    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+        message = f"the parameters of {function['name']!r} must be a JSON schema of the type object"
+        raise InvalidRequest(message, field="tools")
+    schema = {**schema, "type": "object"}
+    if not schema.get("properties") and schema.keys() <= _NOTES:
+        schema["additionalProperties"] = False
+    return schema
+
+
+def _text(text: str) -> str:
+    """A text as a literal of a grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+class _Writer:
+    """Writes the rules of a format; `calls` is their sum."""
+
+    def __init__(self, tool_format: ToolFormat, schemas: Mapping[str, dict[str, Any]]) -> None:
+        self.schemas = schemas
+        self.rules: list[str] = []
+        self._tokens = tool_format.tokens
+        self._has_named_arguments = tool_format.has_named_arguments
+
+    def rule(self, name: str, body: str) -> str:
+        """Add a rule; gives its name."""
+        self.rules.append(f"{name}: {body}")
+        return name
+
+    def calls(self, *, several: bool) -> str:
+        raise NotImplementedError
+
+    def marker(self, text: str) -> str:
+        """A marker: the token where it is one, since to llguidance no text spells that."""
+        return f"<[{self._tokens[text]}]>" if text in self._tokens else _text(text)
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        return self.rule(f"json_{len(self.rules)}", f"%json {json.dumps(schema, ensure_ascii=False)}")
+
+    def one_of(self, bodies: Sequence[str]) -> str:
+        return self.rule("call", " | ".join(bodies))
+
+    def objects(self, key: str) -> str:
+        """A call as an object with a name and arguments."""
+        heads = {name: f'{{"name": {_text(name)}, "{key}": ' for name in self.schemas}
+        return self.one_of([f'{_text(heads[name])} {self.json(self.schemas[name])} "}}"' for name in heads])
+
+
+def _repeated(call: str, between: str, several: bool) -> str:
+    return f"{call} ({between} {call})*" if several else call
+
+
+class _Hermes(_Writer):
+    def calls(self, *, several: bool) -> str:
+        body = f'"\\n" {self.objects("arguments")} "\\n"'
+        call = self.rule("tagged", f"{self.marker('<tool_call>')} {body} {self.marker('</tool_call>')}")
+        return _repeated(call, r'"\n"', several)
+
+
+class _Llama3(_Writer):
+    def calls(self, *, several: bool) -> str:
+        return _repeated(self.objects("parameters"), '"; "', several)
+
+
+class _Mistral(_Writer):
+    def calls(self, *, several: bool) -> str:
+        opening = self.marker("[TOOL_CALLS]")
+        if not self._has_named_arguments:
+            calls = _repeated(self.objects("arguments"), '", "', several)
+            return f'{opening} "[" {calls} "]"'
+        named = [f"{_text(name)} {self.marker('[ARGS]')} {self.json(self.schemas[name])}" for name in self.schemas]
+        call = self.rule("opened", f"{opening} {self.one_of(named)}")
+        return f"{call}+" if several else call
+
+
+class _Pythonic(_Writer):
+    def calls(self, *, several: bool) -> str:
+        bodies = [f'{_text(f"{name}(")} {self._arguments(name)} ")"' for name in self.schemas]
+        calls = _repeated(self.one_of(bodies), '", "', several)
+        return f'"[" {calls} "]"'
+
+    def _arguments(self, name: str) -> str:
+        """Keyword arguments in the order of the properties, those that are not required or not."""
+        schema = self.schemas[name]
+        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        strange = sorted(schema.keys() - _OF_KEYWORDS)
+        if strange or not all(key.isidentifier() for key in properties) or not set(required) <= properties.keys():
+            what = (
+                f"the keyword {strange[0]!r}" if strange else "properties that are no identifiers, or required unnamed"
+            )
+            message = (
+                f"this model writes keyword arguments, which cannot be held to {what} in the parameters of {name!r}"
+            )
+            raise InvalidRequest(message, field="tools")
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        # from the last to the first: what may follow, once without and once with an argument before it
+        first = following = '""'
+        for key, value in reversed(properties.items()):
+            whole = value if isinstance(value, bool) else {**value, **shared}
+            argument = f"{_text(f'{key}=')} {self.rule(f'value_{len(self.rules)}', f'%json {json.dumps(whole)}')}"
+            after = self.rule(f"rest_{len(self.rules)}", following)
+            skipped = "" if key in required else f" | {first}"
+            first = self.rule(f"first_{len(self.rules)}", f"{argument} {after}{skipped}")
+            skipped = "" if key in required else f" | {after}"
+            following = self.rule(f"next_{len(self.rules)}", f'", " {argument} {after}{skipped}')
+        return first
+
+
+_WRITERS: Mapping[str, type[_Writer]] = {
+    "hermes": _Hermes,
+    "llama3": _Llama3,
+    "mistral": _Mistral,
+    "pythonic": _Pythonic,
+}
