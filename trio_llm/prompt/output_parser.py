@@ -73,7 +73,7 @@ class OutputParser:
         if not self._is_counting:
             return
         assert self._reasoning is not None
-        if self._end_token_id in token_ids:
+        if self._end_token_id is not None and self._end_token_id in token_ids:
             self._num_reasoning_tokens += list(token_ids).index(self._end_token_id) + 1
             self._is_counting = False
             return
