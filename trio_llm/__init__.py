@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trio_llm.config import EngineSettings, ServerSettings
     from trio_llm.core.executor import Executor
     from trio_llm.core.sampling_params import SamplingParams, StructuredOutput
+    from trio_llm.engine.embedding import Embedder, Embeddings, open_embedder
     from trio_llm.engine.engine import Engine, open_engine
     from trio_llm.engine.generation import Delta, Generation
     from trio_llm.engine.registry import Registry
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Conversation",
     "Delta",
+    "Embedder",
+    "Embeddings",
     "Engine",
     "EngineSettings",
     "Executor",
@@ -33,6 +36,7 @@ __all__ = [
     "StructuredOutput",
     "create_app",
     "errors",
+    "open_embedder",
     "open_engine",
     "serve",
 ]
@@ -40,6 +44,8 @@ __all__ = [
 _HOMES = {
     "Conversation": "trio_llm.prompt.chat_template",
     "Delta": "trio_llm.engine.generation",
+    "Embedder": "trio_llm.engine.embedding",
+    "Embeddings": "trio_llm.engine.embedding",
     "Engine": "trio_llm.engine.engine",
     "EngineSettings": "trio_llm.config",
     "Executor": "trio_llm.core.executor",
@@ -47,6 +53,7 @@ _HOMES = {
     "SamplingParams": "trio_llm.core.sampling_params",
     "ServerSettings": "trio_llm.config",
     "StructuredOutput": "trio_llm.core.sampling_params",
+    "open_embedder": "trio_llm.engine.embedding",
     "open_engine": "trio_llm.engine.engine",
     "serve": "trio_llm.server.serve",
 }

@@ -111,17 +111,16 @@ def test_more_packed_tokens_than_positions():
     check(vectors[59], encoder("bert").embed(texts[59:])[0])
 
 
-def test_an_attention_that_differs_is_refused():
+def test_texts_that_see_each_other_are_refused(monkeypatch):
     packed = encoder("bert")
-    for layer in packed.model.encoder.layer:
-        layer.attention.self.is_causal = True  # ours believes it; so does its own, without a mask
-    packed.model.config.is_decoder = False
+    packed.probe(64)
     attend = packed._attention.attend
 
-    def forgetful(module, query, key, value, options):
-        return attend(module, query, key, value * 1.01, options)
+    def attend_to_all(module, query, key, value, options):
+        packed._attention.texts = [slice(0, query.shape[2])]
+        return attend(module, query, key, value, options)
 
-    packed._attention.attend = forgetful
+    monkeypatch.setattr(packed._attention, "attend", attend_to_all)
     with pytest.raises(ModelNotSupported, match="packed texts"):
         packed.probe(64)
 

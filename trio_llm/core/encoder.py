@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trio_llm.core.attention import IMPLEMENTATION, LAYER_ATTRIBUTE, Options, attention, register
+from trio_llm.core.linear import speed_up_linears
 from trio_llm.core.model import PROBE_TOLERANCE, check_config
 from trio_llm.errors import ModelNotSupported
+from trio_llm.models.encoders import LoadedEncoder, PoolingMode, first_position
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PoolingMode = Literal["mean", "cls", "lasttoken"]
 LONGEST_PROBE = 512
 
 
@@ -180,7 +181,9 @@ class EncoderModel:
             # beyond the window, where there is one that a short text can show
             long = max(9, min(self._attention.widest_window + 5, LONGEST_PROBE))
             texts = [
-                torch.randint(5, min(self.vocab_size, 1000), (min(length, max_model_len),), generator=generator).tolist()
+                torch.randint(
+                    5, min(self.vocab_size, 1000), (min(length, max_model_len),), generator=generator
+                ).tolist()
                 for length in (4, long, 6)
             ]
             packed = self._forward(texts).float()
@@ -191,17 +194,21 @@ class EncoderModel:
             finally:
                 self._use_attention(IMPLEMENTATION)
         own = torch.cat(alone)
-        error = float((packed - own).abs().max() / own.abs().max().clamp(min=1e-6))
-        if not error <= PROBE_TOLERANCE[self.model.dtype]:  # NaN fails too
+        difference = float((packed - own).abs().max() / own.abs().max().clamp(min=1e-6))
+        if not difference <= PROBE_TOLERANCE[self.model.dtype]:  # NaN fails too
             raise ModelNotSupported(
                 f"{name} computes other hidden states for packed texts than for each alone "
-                f"(relative difference {error:.2g}), so it is not served"
+                f"(relative difference {difference:.2g}), so it is not served"
             )
 
 
-def first_position(model: Any) -> int:
-    """The position of a text's first token."""
-    embeddings = getattr(model, "embeddings", None)
-    if hasattr(embeddings, "create_position_ids_from_input_ids"):
-        return int(embeddings.padding_idx) + 1
-    return 0
+def build_encoder(loaded: LoadedEncoder) -> EncoderModel:
+    """A loaded embedding model, ready to make vectors and proved to.
+
+    Raises:
+        ModelNotSupported: it cannot run packed, or would run wrongly.
+    """
+    speed_up_linears(loaded.model)
+    encoder = EncoderModel(loaded.model, loaded.pooling, loaded.normalize)
+    encoder.probe(loaded.max_model_len)
+    return encoder

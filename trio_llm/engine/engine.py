@@ -98,7 +98,7 @@ async def run_engine(
             nursery.cancel_scope.shield = True
             engine._close()
     try:
-        if engine._death is not None and (failure is None or _is_echo(failure)):
+        if engine._death is not None and (failure is None or is_echo(failure)):
             raise engine._death
         if failure is not None:
             raise failure
@@ -106,7 +106,7 @@ async def run_engine(
         del failure  # it would be in its own traceback, a cycle that keeps everything in it alive
 
 
-def _is_echo(error: BaseException) -> bool:
+def is_echo(error: BaseException) -> bool:
     """Whether an exception is only what a dead engine makes of those who used it."""
     if isinstance(error, BaseExceptionGroup):
         return error.split((trio.Cancelled, EngineDead))[1] is None
@@ -116,6 +116,7 @@ def _is_echo(error: BaseException) -> bool:
 class Engine:
     """Makes Generations.  Made by `open_engine`; everything here belongs to the Trio thread."""
 
+    task = "generate"
     name: str
     tokenizer: Any
     defaults: SamplingParams

@@ -7,6 +7,7 @@ Trio task, so that trio.testing.MockClock governs it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -57,6 +58,36 @@ class FakeModel:
     defaults: SamplingParams = attrs.field(factory=SamplingParams)
     eos_token_ids: Collection[int] = ()
     max_model_len: int = 2**20
+
+
+@attrs.define
+class FakeEmbeddingModel:
+    """Stands for a loaded embedding model where a FakeEncoder makes the vectors."""
+
+    name: str = "fake"
+    tokenizer: Any = attrs.field(factory=ByteTokenizer)
+    max_model_len: int = 64
+    dimensions: Collection[int] | None = ()
+    load_seconds: float = 0.0
+    import_seconds: float = 0.0
+
+
+@attrs.define
+class FakeEncoder:
+    """Vectors that tell what they were made of: a text's first token, last token, length and sum.
+
+    Args:
+        on_step: called with the texts of each step, in its thread, before they are computed.
+    """
+
+    on_step: Callable[[Sequence[Sequence[int]]], object] = lambda texts: None
+    hidden_size: int = 4
+    vocab_size: int = 256
+
+    def embed(self, texts: Sequence[Sequence[int]], dimensions: Sequence[int | None] | None = None) -> list[Any]:
+        self.on_step(texts)
+        vectors = [[float(value) for value in (text[0], text[-1], len(text), sum(text))] for text in texts]
+        return [array("f", vector[:size]) for vector, size in zip(vectors, dimensions or [None], strict=True)]
 
 
 def open_simulation(

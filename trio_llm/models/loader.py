@@ -70,28 +70,35 @@ def load_model(reference: str, *, settings: EngineSettings | None = None) -> Loa
         ConfigurationError: device or dtype cannot be had here.
     """
     settings = settings or EngineSettings()
-    import_seconds = _import_libraries()
+    import_seconds = import_libraries()
     device = resolve_device(settings)
     dtype = resolve_dtype(settings, device)
     source = resolve(reference)
-    with _LOAD_LOCK, _quiet_transformers(), _dtype_of_this_thread():
+    with loading(reference, source):
         start = time.monotonic()
+        if isinstance(source, Path) and source.is_file():
+            model, tokenizer, end_tokens = _load_gguf(source, dtype)
+        else:
+            model, tokenizer, end_tokens = _load_pretrained(str(source), dtype, settings)
+        model.to(device).eval().requires_grad_(False)
+        return LoadedModel(
+            name=name_of(reference, source),
+            model=model,
+            tokenizer=tokenizer,
+            defaults=CATALOGUE[reference].defaults if reference in CATALOGUE else _defaults(model),
+            eos_token_ids=_end_tokens(model, tokenizer) | end_tokens,
+            max_model_len=_max_model_len(model, tokenizer, settings),
+            load_seconds=time.monotonic() - start,
+            import_seconds=import_seconds,
+        )
+
+
+@contextmanager
+def loading(reference: str, source: Path | str) -> Iterator[None]:
+    """What every load happens in: one at a time, quietly, and what fails in it is told as a ModelLoadError."""
+    with _LOAD_LOCK, _quiet_transformers(), _dtype_of_this_thread():
         try:
-            if isinstance(source, Path) and source.is_file():
-                model, tokenizer, end_tokens = _load_gguf(source, dtype)
-            else:
-                model, tokenizer, end_tokens = _load_pretrained(str(source), dtype, settings)
-            model.to(device).eval().requires_grad_(False)
-            return LoadedModel(
-                name=_name(reference, source),
-                model=model,
-                tokenizer=tokenizer,
-                defaults=CATALOGUE[reference].defaults if reference in CATALOGUE else _defaults(model),
-                eos_token_ids=_end_tokens(model, tokenizer) | end_tokens,
-                max_model_len=_max_model_len(model, tokenizer, settings),
-                load_seconds=time.monotonic() - start,
-                import_seconds=import_seconds,
-            )
+            yield
         except (ModelLoadError, ConfigurationError):
             raise
         except Exception as error:  # transformers and torch raise all kinds
@@ -99,7 +106,7 @@ def load_model(reference: str, *, settings: EngineSettings | None = None) -> Loa
             raise ModelLoadError(f"{reference} cannot be loaded{either}: {_reason(error)}", field="model") from error
 
 
-def _import_libraries() -> float:
+def import_libraries() -> float:
     """Import what every load needs; gives the seconds that it took."""
     start = time.monotonic()
     importlib.import_module("transformers.models.auto.modeling_auto")
@@ -157,7 +164,7 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> _Parts:
         model, report = model_class.from_pretrained(
             None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
         )
-        _check(report)
+        check_complete(report)
         factors = rope_factors(file)
         if factors is not None:
             model.model.rotary_emb.inv_freq /= factors
@@ -166,18 +173,30 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> _Parts:
 
 
 def _load_pretrained(name: str, dtype: torch.dtype, settings: EngineSettings) -> _Parts:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     options: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
     AutoConfig.from_pretrained(name, **options)  # first, because its errors say best what is wrong with `name`
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    except Exception as error:
-        raise ModelLoadError(f"{name} has no tokenizer that can be loaded: {_reason(error)}", field="model") from error
+    tokenizer = load_tokenizer(name, options)
     auto_class: Any = AutoModelForCausalLM
     model, report = auto_class.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
-    _check(report)
+    check_complete(report)
     return model, tokenizer, frozenset()
+
+
+def load_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or hub name.
+
+    Raises:
+        ModelLoadError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
+    except Exception as error:
+        raise ModelLoadError(f"{name} has no tokenizer that can be loaded: {_reason(error)}", field="model") from error
+    return tokenizer
 
 
 def _reason(error: Exception) -> str:
@@ -185,7 +204,7 @@ def _reason(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].rstrip(": ") or type(error).__name__
 
 
-def _check(report: dict[str, Any]) -> None:
+def check_complete(report: dict[str, Any]) -> None:
     """Refuse a model of which a part would be random."""
     missing = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
     if missing:
@@ -193,7 +212,7 @@ def _check(report: dict[str, Any]) -> None:
         raise ModelLoadError(f"weights are missing or have the wrong shape: {missing[0]}{others}")
 
 
-def _name(reference: str, source: Path | str) -> str:
+def name_of(reference: str, source: Path | str) -> str:
     if reference in CATALOGUE or isinstance(source, str):
         return reference
     return source.stem if source.is_file() else source.resolve().name
