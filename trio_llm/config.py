@@ -41,9 +41,12 @@ class EngineSettings:
     """Tokens in a KV block; None lets the attention backend choose."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of prompts that begin alike."""
-    speculative_method: Literal["off", "ngram"] = "off"
-    """"ngram" guesses the next tokens from what the sequence has said before, and verifies several in
-    one step; the tokens are the same as without."""
+    speculative_method: Literal["off", "ngram", "draft_model"] = "off"
+    """"ngram" guesses the next tokens from what the sequence has said before, "draft_model" has a smaller
+    model guess them; several are verified in one step, and the tokens are the same as without."""
+    speculative_model: str | None = None
+    """The model that guesses for "draft_model", of the same vocabulary: a catalogue name, a directory, a
+    .gguf file or a Hugging Face name."""
     num_speculative_tokens: int = 8
     """The most tokens that are guessed for a sequence in one step."""
     prompt_lookup_max: int = 4
@@ -89,6 +92,10 @@ class EngineSettings:
                 f"prompt_lookup_max ({self.prompt_lookup_max}) must not be below prompt_lookup_min "
                 f"({self.prompt_lookup_min})",
                 field="prompt_lookup_max",
+            )
+        if self.speculative_method == "draft_model" and not self.speculative_model:
+            raise ConfigurationError(
+                "speculative_method draft_model needs speculative_model to say which", field="speculative_model"
             )
         if self.max_num_batched_tokens <= self.max_num_seqs:
             # every decoding sequence takes one token a step; what is left lets prompts in

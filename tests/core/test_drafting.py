@@ -14,8 +14,9 @@ from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.core.request import Request
 from trio_llm.core.request import Sequence as TokenSequence
-from trio_llm.core.speculation import MARGIN, Speculation, StepCosts, speculation_for
-from trio_llm.core.step import StepPlan
+from trio_llm.core.speculation import MARGIN, Speculation, speculation_for
+from trio_llm.core.step import SamplingTask, StepPlan
+from trio_llm.core.step_costs import StepCosts
 from trio_llm.core.torch_executor import TorchExecutor
 from trio_llm.errors import ConfigurationError
 
@@ -187,18 +188,30 @@ def test_nobody_is_preempted_for_a_draft() -> None:
 class Adversary:
     """Proposes whatever `guess` says."""
 
+    prior = (0.05, 0.4, 0.6, 0.8, 0.9)
+    costs = None
+
     def __init__(self, guess: Callable[[TokenSequence, int], Sequence[int]]) -> None:
         self.guess = guess
         self.released: list[int] = []
 
-    def observe(self, sequence: TokenSequence) -> None:
+    def admit(self, sequence_id: int, task: SamplingTask) -> None:
         pass
 
-    def propose(self, sequence: TokenSequence, max_tokens: int) -> Sequence[int]:
-        return self.guess(sequence, max_tokens)
+    def observe(self, sequence: TokenSequence, block_copies: Sequence[tuple[int, int]] = ()) -> None:
+        pass
+
+    def backlog(self, sequence: TokenSequence) -> int | None:
+        return 0
+
+    def propose(self, wanted: Sequence[tuple[TokenSequence, int]]) -> Sequence[Sequence[int]]:
+        return [self.guess(sequence, max_tokens) for sequence, max_tokens in wanted]
 
     def release(self, sequence_id: int) -> None:
         self.released.append(sequence_id)
+
+    def close(self) -> None:
+        pass
 
 
 def refuse(sequence: TokenSequence, max_tokens: int) -> Sequence[int]:
@@ -253,7 +266,7 @@ def test_a_drafter_that_fails_is_off_for_that_sequence_alone() -> None:
 
 def test_a_drafter_that_fails_to_observe_is_off() -> None:
     class Blind(Adversary):
-        def observe(self, sequence: TokenSequence) -> None:
+        def observe(self, sequence: TokenSequence, block_copies: Sequence[tuple[int, int]] = ()) -> None:
             raise RuntimeError
 
     core, _ = core_with(periodic, drafter=Blind(lambda sequence, k: [sequence.token_ids[-7]]))

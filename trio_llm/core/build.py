@@ -4,55 +4,79 @@ from __future__ import annotations
 
 from trio_llm.config import EngineSettings
 from trio_llm.core.attention import SdpaBackend
+from trio_llm.core.draft_model import DraftModel
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.linear import speed_up_linears
 from trio_llm.core.memory import num_kv_blocks
 from trio_llm.core.model import PagedModel
-from trio_llm.core.speculation import StepCosts, speculation_for
+from trio_llm.core.speculation import speculation_for
+from trio_llm.core.step_costs import StepCosts
 from trio_llm.core.torch_executor import TorchExecutor
 from trio_llm.core.varlen_attention import BLOCK_SIZE, VarlenBackend, can_attend
 from trio_llm.errors import ConfigurationError
 from trio_llm.models.loader import LoadedModel
 
 
-def build_core(loaded: LoadedModel, settings: EngineSettings) -> EngineCore:
+def build_core(loaded: LoadedModel, settings: EngineSettings, draft: LoadedModel | None = None) -> EngineCore:
     """Give a model pages, probe it and put an engine around it.
+
+    Args:
+        loaded: the model.
+        settings: what the engine may use.
+        draft: the model that guesses for it, if `speculative_method` is draft_model.
 
     Raises:
         ModelNotSupported: the architecture cannot run through paged attention, or runs wrongly.
         ConfigurationError: the KV memory is too small, or max_model_len above the model's own.
     """
-    device = loaded.model.device
-    speed_up_linears(loaded.model)
-    model = PagedModel(loaded.model, SdpaBackend(device, settings.block_size or 16))
-    has_own_kernel = device.type == "cuda" and can_attend(model.specs, model.dtype)
-    if has_own_kernel:
-        model.backend = VarlenBackend(device, _cuda_block_size(settings))
+    model = _paged(loaded, settings)
     max_model_len = settings.max_model_len or loaded.max_model_len
     if max_model_len > loaded.max_model_len:
         raise ConfigurationError(
             f"max_model_len is {max_model_len}, but the model's context is {loaded.max_model_len}",
             field="max_model_len",
         )
+    draft_model = None if draft is None else _paged(draft, settings, beside=model)
     num_blocks = num_kv_blocks(
-        model.specs,
+        # a block is one in the pages of both
+        model.specs if draft_model is None else model.specs + draft_model.specs,
         block_size=model.backend.block_size,
         dtype=model.dtype,
-        device=device,
+        device=model.device,
         settings=settings,
         max_model_len=max_model_len,
     )
+    executor = _executor(model, num_blocks, max_model_len)
+    costs = StepCosts.measure(executor) if settings.speculative_method != "off" else None
+    drafter = None
+    if draft is not None and draft_model is not None:
+        guesser = _executor(draft_model, num_blocks, min(max_model_len, draft.max_model_len))
+        drafter = DraftModel(guesser, max_tokens=settings.max_num_batched_tokens, costs=StepCosts.measure(guesser))
+    return EngineCore(executor, settings, speculation_for(settings, executor.info.vocab_size, costs, drafter))
+
+
+def _paged(loaded: LoadedModel, settings: EngineSettings, *, beside: PagedModel | None = None) -> PagedModel:
+    """Our attention in place of the model's own, with the blocks of the model that it is to run beside."""
+    device = loaded.model.device
+    speed_up_linears(loaded.model)
+    block_size = settings.block_size if beside is None else beside.backend.block_size
+    model = PagedModel(loaded.model, SdpaBackend(device, block_size or 16))
+    is_free = beside is None or model.backend.block_size % BLOCK_SIZE == 0
+    if device.type == "cuda" and can_attend(model.specs, model.dtype) and is_free:
+        model.backend = VarlenBackend(device, _cuda_block_size(block_size))
+    return model
+
+
+def _executor(model: PagedModel, num_blocks: int, max_model_len: int) -> TorchExecutor:
     model.allocate(num_blocks)
     model.probe()
-    if has_own_kernel:
+    if isinstance(model.backend, VarlenBackend):
         model.record_decode_steps(max_model_len)
-    executor = TorchExecutor(model, num_blocks=num_blocks, max_model_len=max_model_len)
-    costs = StepCosts.measure(executor) if settings.speculative_method != "off" else None
-    return EngineCore(executor, settings, speculation_for(settings, executor.info.vocab_size, costs))
+    return TorchExecutor(model, num_blocks=num_blocks, max_model_len=max_model_len)
 
 
-def _cuda_block_size(settings: EngineSettings) -> int:
-    block_size = settings.block_size or BLOCK_SIZE
+def _cuda_block_size(wanted: int | None) -> int:
+    block_size = wanted or BLOCK_SIZE
     if block_size % BLOCK_SIZE:
         raise ConfigurationError(
             f"block_size is {block_size}, but the attention kernel for CUDA needs a multiple of {BLOCK_SIZE}",

@@ -12,25 +12,48 @@ from typing import Protocol
 import attrs
 
 from trio_llm.core.request import Sequence
+from trio_llm.core.step import SamplingTask
+from trio_llm.core.step_costs import StepCosts
 
 
 class Drafter(Protocol):
     """Proposes tokens.  Synchronous; all calls come from the core's thread, between steps.
 
-    An exception from `observe` or `propose` ends the drafting for that sequence, and nothing else.
+    An exception from `observe`, or from a `propose` for one sequence alone, ends the drafting for
+    that sequence, and nothing else.
     """
 
-    def observe(self, sequence: Sequence) -> None:
-        """A step took the sequence further: its tokens up to `num_computed_tokens` are in the
-        cache, and whatever was accepted stands in `token_ids`.  After a preemption the computed
-        tokens grow once more from the start; the tokens are the same."""
+    @property
+    def prior(self) -> Seq[float]:
+        """How likely a guess is right after 0, 1, 2-3, 4-7, ... right ones in a row (the last entry
+        for all that are more), until it is known better."""
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> Seq[int]:
-        """Up to `max_tokens` tokens that may follow those of the sequence; empty for no idea.
-        The sequence has one token left to compute."""
+    @property
+    def costs(self) -> StepCosts | None:
+        """Time of one of the drafter's forwards by the tokens in it, in the unit of a step's; None where
+        guesses cost nothing.  A forward makes one guess for each of any number of sequences."""
+
+    def admit(self, sequence_id: int, task: SamplingTask) -> None:
+        """Prepare for a new sequence; `task` says how its tokens are chosen."""
+
+    def observe(self, sequence: Sequence, block_copies: Seq[tuple[int, int]] = ()) -> None:
+        """A step took the sequence further, after it copied blocks (source, destination) for it: its tokens
+        up to `num_computed_tokens` are in the cache, and whatever was accepted stands in `token_ids`.
+        After a preemption the computed tokens grow once more from the start; the tokens are the same."""
+
+    def backlog(self, sequence: Sequence) -> int | None:
+        """Tokens that the drafter has to compute before its first guess for a sequence that has one
+        token left to compute; None where it can make no guess."""
+
+    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> Seq[Seq[int]]:
+        """For each of these sequences up to so many tokens that may follow its own; none for no idea.
+        Each has one token left to compute, and blocks for all that may follow."""
 
     def release(self, sequence_id: int) -> None:
         """Forget a sequence; idempotent."""
+
+    def close(self) -> None:
+        """Give back memory; idempotent."""
 
 
 @attrs.define(eq=False)
@@ -68,12 +91,18 @@ class NgramDrafter:
         min_n: length of the shortest.
     """
 
+    prior = (0.05, 0.4, 0.6, 0.8, 0.9)
+    costs = None
+
     def __init__(self, *, max_n: int = 4, min_n: int = 2) -> None:
         assert 1 <= min_n <= max_n
         self._lengths = range(max_n, min_n - 1, -1)
         self._histories: dict[int, _History] = {}
 
-    def observe(self, sequence: Sequence) -> None:
+    def admit(self, sequence_id: int, task: SamplingTask) -> None:
+        pass  # a history begins with what the first step computed
+
+    def observe(self, sequence: Sequence, block_copies: Seq[tuple[int, int]] = ()) -> None:
         tokens, prompt_end = sequence.token_ids, len(sequence.request.prompt_token_ids) - 1
         history = self._histories.get(sequence.id)
         if history is None:
@@ -92,16 +121,26 @@ class NgramDrafter:
                     history.source = self._find(history, tokens, position)
                 self._enter(history.output, tokens, position)
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> Seq[int]:
+    def backlog(self, sequence: Sequence) -> int | None:
         history = self._histories.get(sequence.id)
-        if history is None or history.source is None:
-            return ()
-        known = sequence.token_ids[history.source : history.source + max_tokens]
-        # a copy that reaches its own beginning goes on with itself: a period is repeated
-        return [known[position % len(known)] for position in range(max_tokens)]
+        return None if history is None or history.source is None else 0
+
+    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> Seq[Seq[int]]:
+        return [self._copy(sequence, count) for sequence, count in wanted]
 
     def release(self, sequence_id: int) -> None:
         self._histories.pop(sequence_id, None)
+
+    def close(self) -> None:
+        self._histories.clear()
+
+    def _copy(self, sequence: Sequence, count: int) -> Seq[int]:
+        history = self._histories.get(sequence.id)
+        if history is None or history.source is None:
+            return ()
+        known = sequence.token_ids[history.source : history.source + count]
+        # a copy that reaches its own beginning goes on with itself: a period is repeated
+        return [known[position % len(known)] for position in range(count)]
 
     def _prompt_index(self, sequence: Sequence) -> _Index:
         for sibling in sequence.request.sequences:

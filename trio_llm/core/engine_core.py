@@ -79,6 +79,8 @@ class EngineCore:
                 request.params, sequence.index, prompt_token_ids, request.eos_token_ids, request.bad_words
             )
             self.executor.admit(sequence.id, task)
+            if self.speculation is not None:
+                self.speculation.admit(sequence.id, task)
 
     def finish(self, request_id: str, index: int | None = None) -> None:
         """End one choice of a request, or all of them; idempotent, and gives no output."""
@@ -113,11 +115,8 @@ class EngineCore:
             Exception: every row failed, and the executor says that it is broken.
         """
         self.scheduler.now = now
-        self.scheduler.max_step_tokens = limit = self._token_limit.current
-        if self.speculation is not None:
-            decoding, num_tokens = self.scheduler.next_step()
-            self.speculation.propose(decoding, num_tokens, limit - num_tokens)
-        plan = self.scheduler.schedule()
+        self.scheduler.max_step_tokens = self._token_limit.current
+        plan = self.scheduler.schedule(None if self.speculation is None else self.speculation.propose)
         if not plan.rows:
             return []
         outputs, error = self._try(plan)
@@ -140,7 +139,7 @@ class EngineCore:
         if self.speculation is not None:
             for place, sequence in enumerate(sequences):
                 if place not in result.failures and not sequence.is_finished:
-                    self.speculation.observe(sequence)
+                    self.speculation.observe(sequence, plan.rows[place].block_copies)
         for place, error in result.failures.items():
             if not self._recovers(plan.rows[place], sequences[place], error):
                 outputs.append(self._fail(sequences[place], error))
@@ -231,5 +230,7 @@ class EngineCore:
         assert live == self.scheduler.live_ids(), "a sequence lives without its request, or the reverse"
 
     def close(self) -> None:
-        """Close the executor; idempotent."""
+        """Close executor and drafter; idempotent."""
+        if self.speculation is not None:
+            self.speculation.close()
         self.executor.close()

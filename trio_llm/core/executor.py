@@ -93,15 +93,15 @@ class FakeExecutor:
         return plan
 
     def collect(self, handle: StepPlan) -> StepResult:
+        for source, destination in (pair for row in handle.rows for pair in row.block_copies):
+            for offset in range(self.info.block_size):
+                held = self._slots.get(source * self.info.block_size + offset)
+                if held is not None:
+                    self._slots[destination * self.info.block_size + offset] = held
         for row in handle.rows:
             table = self._tables[row.sequence_id]
             assert row.num_prior_blocks <= len(table), "the executor never confirmed these blocks"
             table[row.num_prior_blocks :] = row.new_blocks
-            for source, destination in row.block_copies:
-                for offset in range(self.info.block_size):
-                    held = self._slots.get(source * self.info.block_size + offset)
-                    if held is not None:
-                        self._slots[destination * self.info.block_size + offset] = held
             for offset, token in enumerate(row.token_ids):
                 self._slots[self._slot(table, row.start + offset)] = token
         sampled = tuple(self._sample(row) if row.sample else () for row in handle.rows)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import attrs
 
@@ -29,6 +29,9 @@ from trio_llm.core.block_pool import BlockPool
 from trio_llm.core.prefix_cache import PrefixCache
 from trio_llm.core.request import FinishReason, Request, Sequence, Status
 from trio_llm.core.step import Row, SequenceOutput, StepPlan, StepResult
+
+Draft = Callable[[list[tuple[Sequence, int]], int, int, Callable[[Sequence, int], int]], None]
+"""See `Speculation.propose`."""
 
 COMPACT_ABOVE = 16
 """Finished sequences that may stay in the queue, beside as many as wait."""
@@ -150,16 +153,12 @@ class Scheduler:
         """Whether schedule() would give a row."""
         return len(self._running) > self._num_paused or self._first_waiting() is not None
 
-    def next_step(self) -> tuple[list[Sequence], int]:
-        """The running sequences that have one token to compute, and the tokens that all who run
-        have for the next step: what there is to know before drafting."""
-        ready = [sequence for sequence in self._running if not self._is_paused(sequence)]
-        pending = [sequence.num_tokens - sequence.num_computed_tokens for sequence in ready]
-        decoding = [sequence for sequence, count in zip(ready, pending, strict=True) if count == 1]
-        return decoding, min(sum(pending), self.max_step_tokens)
+    def schedule(self, draft: Draft | None = None) -> StepPlan:
+        """Choose and reserve the next step; an empty plan only when there is no work.
 
-    def schedule(self) -> StepPlan:
-        """Choose and reserve the next step; an empty plan only when there is no work."""
+        Args:
+            draft: called once it is known who takes part, to give sequences their `draft_token_ids`.
+        """
         rows: dict[int, Row] = {}
         budget = self.max_step_tokens
         # the budget is above the rows, so that a prompt gets something beside any number who decode
@@ -198,33 +197,47 @@ class Scheduler:
             assert row is not None, "room was made for it"
             rows[newcomer.id] = row
             budget -= len(row.token_ids)
+        if draft is not None:
+            self._draft(list(rows.values()), budget, draft)
         for row in list(rows.values()):
             rows[row.sequence_id] = drafted = self._with_drafts(row, budget)
             budget -= drafted.num_drafts
         return StepPlan(tuple(rows.values()))
 
-    def _with_drafts(self, row: Row, budget: int) -> Row:
-        """Drafts come last of all: they take what nobody else wanted of budget and blocks.
+    def _draft(self, rows: list[Row], budget: int, draft: Draft) -> None:
+        sequences = [self._sequences[row.sequence_id] for row in rows if row.sample and len(row.token_ids) == 1]
+        decoding = [(sequence, most) for sequence in sequences if (most := self._most_drafts(sequence)) > 0]
+        draft(decoding, sum(len(row.token_ids) for row in rows), budget, self._reserve_drafts)
 
-        Every running sequence is left a block for its next token: nobody is preempted for a draft.
-        """
+    def _with_drafts(self, row: Row, budget: int) -> Row:
+        """Drafts come last of all: they take what nobody else wanted of budget and blocks."""
         sequence = self._sequences[row.sequence_id]
         if not row.sample or not sequence.draft_token_ids:
             return row
-        credit = self.credit_window - (sequence.num_output_tokens - sequence.num_acknowledged)
-        # one token is sure to come, drafts or not
-        drafts = sequence.draft_token_ids[: max(0, min(budget, credit - 1, self._room(sequence) - 1))]
-        missing = self.pool.blocks_for(sequence.num_tokens + len(drafts)) - len(sequence.block_table)
-        if missing > 0:
-            spare = max(0, self.pool.num_free_blocks - len(self._running))
-            sequence.block_table += self.pool.allocate(min(missing, spare)) or []
-            drafts = drafts[: len(sequence.block_table) * self.pool.block_size - sequence.num_tokens]
+        drafts = sequence.draft_token_ids[: max(0, min(budget, self._most_drafts(sequence)))]
+        drafts = drafts[: self._reserve_drafts(sequence, len(drafts))]
         return attrs.evolve(
             row,
             token_ids=(*row.token_ids, *drafts),
             num_drafts=len(drafts),
             new_blocks=tuple(sequence.block_table[sequence.num_blocks_sent :]),
         )
+
+    def _most_drafts(self, sequence: Sequence) -> int:
+        """Drafts that credit and length leave room for: one token is sure to come, drafts or not."""
+        credit = self.credit_window - (sequence.num_output_tokens - sequence.num_acknowledged)
+        return min(credit, self._room(sequence)) - 1
+
+    def _reserve_drafts(self, sequence: Sequence, count: int) -> int:
+        """Take blocks for the next token and `count` drafts; gives the number of drafts that have some.
+
+        Every running sequence is left a block for its next token: nobody is preempted for a draft.
+        """
+        missing = self.pool.blocks_for(sequence.num_tokens + count) - len(sequence.block_table)
+        if missing > 0:
+            spare = max(0, self.pool.num_free_blocks - len(self._running))
+            sequence.block_table += self.pool.allocate(min(missing, spare)) or []
+        return min(count, len(sequence.block_table) * self.pool.block_size - sequence.num_tokens)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Commit a step that was executed; gives what is new for each sequence that sampled.

@@ -1,18 +1,20 @@
 """Speculation: how many of a drafter's guesses a step verifies.
 
-A draft costs time: it is one more token in the step.  How much, says a cost curve that is
-measured when the model is loaded; what it brings, says a running estimate of how often
-guesses are right.  Each step takes the drafts that make the most tokens a second, and none
-if none do: in a large batch, where every token costs, and in text that cannot be guessed.
+A draft costs time: it is one more token in the step, and guessing it may take a forward of
+another model.  How much, say cost curves that are measured when the models are loaded; what
+it brings, says a running estimate of how often guesses are right.  Each step takes the
+drafts that make the most tokens a second, and none if none do: in a large batch, where every
+token costs, and in text that cannot be guessed.
 
 Guesses are judged whether they are drafted or not, by comparing them with the tokens that
-came.  So a sequence that cannot be guessed costs no model time at all, and one that
-begins to repeat itself is noticed at once.
+came.  Guesses that cost nothing are made all the time, so a sequence that cannot be guessed
+costs no model time at all, and one that begins to repeat itself is noticed at once.  Those
+that cost something are made where they pay; where none do, one is made now and then to see
+whether it is still so, paid from PROBE_SHARE of the time that steps take.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
@@ -21,62 +23,30 @@ import structlog
 
 from trio_llm.config import EngineSettings
 from trio_llm.core.drafter import Drafter, NgramDrafter
-from trio_llm.core.executor import Executor
 from trio_llm.core.request import Sequence
-from trio_llm.core.sampling_params import SamplingParams
-from trio_llm.core.step import Row, SamplingTask, StepPlan
+from trio_llm.core.step import SamplingTask
+from trio_llm.core.step_costs import StepCosts
+from trio_llm.errors import ConfigurationError
 
 logger = structlog.get_logger(__name__)
 
 MARGIN = 0.05
 """By how much a step with drafts must promise to be better; less is not worth an error of the estimates."""
 
-PRIOR = (0.05, 0.4, 0.6, 0.8, 0.9)
-"""How likely a guess is right after 0, 1, 2-3, 4-7, 8 and more right ones in a row, until it is known better."""
-
 LEARNING_RATE = 1 / 8
 
+PROBE_SHARE = 0.015
+"""Of the time that steps take: what may be spent to see whether guesses that do not pay would do so by now."""
 
-@attrs.frozen
-class StepCosts:
-    """Time of a step by the number of tokens in it, in any unit: straight lines between measured points."""
+STAKE = 4.0
+"""Steps of one token: what may be saved up for that, and is there at the start."""
 
-    points: tuple[tuple[int, float], ...] = ((1, 1.0), (65, 2.0))
-    """Two or more, ascending; the last line goes on.  The default is that of a model that is
-    bound by memory until some sixty tokens."""
+MEMORY = 64
+"""Tokens without a guess after which a sequence is taken to be like all others again; and the
+most over which it is reckoned that a drafter's backlog is spread."""
 
-    def __call__(self, num_tokens: int) -> float:
-        after = next((i for i, (size, _) in enumerate(self.points) if size >= num_tokens), len(self.points) - 1)
-        (low, low_cost), (high, high_cost) = self.points[max(after, 1) - 1 : max(after, 1) + 1]
-        return low_cost + (high_cost - low_cost) * (num_tokens - low) / (high - low)
-
-    @classmethod
-    def measure(cls, executor: Executor, *, clock: Callable[[], float] = time.perf_counter) -> StepCosts:
-        """Time steps of an executor on which no sequence runs yet.  Writes into its first blocks."""
-        info = executor.info
-        limit = min(info.num_blocks * info.block_size, info.max_model_len)
-        sizes = [size for size in (1, 2, 3, 5, 9, 17, 33) if size <= limit]
-        params = SamplingParams(temperature=1.0).resolved(SamplingParams(), max_tokens=limit, seed=0)
-        points: list[tuple[int, float]] = []
-        executor.admit(-1, SamplingTask(params))
-        try:
-            for size in sizes:
-                blocks = tuple(range(-(-size // info.block_size)))
-                row = Row(
-                    -1, (0,) * size, 0, 0, blocks, num_drafts=size - 1, sample=True, block_copies=(), output_index=0
-                )
-                times = []
-                for _ in range(3):  # the first also warms up
-                    start = clock()
-                    executor.collect(executor.launch(StepPlan((row,))))
-                    times.append(clock() - start)
-                points.append((size, min(times)))
-        finally:
-            executor.release(-1)
-        if len(points) < 2:
-            return cls()
-        # fewer tokens never cost more, whatever the clock says: what disturbs it only adds
-        return cls(tuple((size, min(cost for _, cost in points[i:])) for i, (size, _) in enumerate(points)))
+PAUSE = 16
+"""Steps without drafts after guesses failed through no one's fault, as where memory ran out."""
 
 
 @attrs.define(eq=False)
@@ -88,32 +58,28 @@ class _Record:
     """Tokens of the sequence when the guess was made."""
     streak: int = 0
     """Guesses that were right, one after another."""
-    chances: list[float] = attrs.field(factory=lambda: list(PRIOR))
-    """Of a guess to be right, by the streak before it."""
+    chances: list[float] = attrs.field(factory=list)
+    """Of a guess to be right, by the streak before it; empty until one was judged."""
     is_off: bool = False
 
-    def judge(self, tokens: Seq[int]) -> None:
-        """Compare the guess with what came."""
+    def judged(self, tokens: Seq[int]) -> Iterable[tuple[int, bool]]:
+        """Compare the guess with what came: of each guess that can be judged the streak before it, and whether
+        it was right."""
         for guess, token in zip(self.guess, tokens[self.guessed_at :], strict=False):
-            bucket = _bucket(self.streak)
-            self.chances[bucket] += LEARNING_RATE * ((guess == token) - self.chances[bucket])
+            yield self.streak, guess == token
             self.streak = self.streak + 1 if guess == token else 0
             if guess != token:
                 break
         self.guess = ()
 
-    def reaches(self) -> Iterable[float]:
-        """For each token of the guess the chance that it and all before it are right, while it counts."""
-        reach = 1.0
-        for position in range(len(self.guess)):
-            reach *= self.chances[_bucket(self.streak + position)]
-            if reach < MARGIN:
-                return
-            yield reach
+
+def _bucket(streak: int, chances: Seq[float]) -> int:
+    return min(streak.bit_length(), len(chances) - 1)
 
 
-def _bucket(streak: int) -> int:
-    return min(streak.bit_length(), len(PRIOR) - 1)
+def _learn(chances: list[float], streak: int, is_right: bool) -> None:
+    bucket = _bucket(streak, chances)
+    chances[bucket] += LEARNING_RATE * (is_right - chances[bucket])
 
 
 class Speculation:
@@ -131,47 +97,68 @@ class Speculation:
         self.max_tokens = max_tokens
         self.vocab_size = vocab_size
         self.costs = costs or StepCosts()
+        self._chances = list(drafter.prior)
+        """Of guesses for a sequence of which nothing is known."""
         self._records: dict[int, _Record] = {}
+        self._savings = self._most_savings = STAKE * self.costs(1)
+        """Time that may be spent on a guess that does not pay."""
+        self._num_paused_steps = 0
 
-    def propose(self, sequences: Seq[Sequence], num_tokens: int, room: int) -> None:
+    def admit(self, sequence_id: int, task: SamplingTask) -> None:
+        """Prepare for a new sequence."""
+        self._records[sequence_id] = _Record()
+        self.drafter.admit(sequence_id, task)
+
+    def propose(
+        self, decoding: Seq[tuple[Sequence, int]], num_tokens: int, room: int, reserve: Callable[[Sequence, int], int]
+    ) -> None:
         """Give the sequences their `draft_token_ids` for the next step.
 
         Args:
-            sequences: those with one token to compute.
+            decoding: sequences with one token to compute, and the most drafts that each can use.
             num_tokens: tokens of the step without drafts.
             room: drafts that the step's budget has room for.
+            reserve: takes blocks for a number of drafts of a sequence; gives the number that has blocks.
         """
-        if not sequences:
+        self._savings = min(self._savings + PROBE_SHARE * self.costs(num_tokens), self._most_savings)
+        for sequence, _ in decoding:
+            sequence.draft_token_ids = []
+            self._records[sequence.id].guess = ()
+        if self._num_paused_steps:
+            self._num_paused_steps -= 1
             return
-        candidates: list[tuple[float, int]] = []
-        for place, sequence in enumerate(sequences):
-            record = self._records.setdefault(sequence.id, _Record())
-            if not record.is_off:
-                record.guess, record.guessed_at = self._guess(sequence, record), sequence.num_tokens
-                candidates += [(-reach, place) for reach in record.reaches()]
-        # the chances fall along a sequence, so the best few of all are a beginning of each
-        candidates.sort()
-        lengths = [0] * len(sequences)
-        for _, place in candidates[: self._best_count([-reach for reach, _ in candidates[:room]], num_tokens)]:
-            lengths[place] += 1
-        for sequence, length in zip(sequences, lengths, strict=True):
-            sequence.draft_token_ids = list(self._records[sequence.id].guess[:length])
+        decoding = [(sequence, most) for sequence, most in decoding if not self._records[sequence.id].is_off]
+        chosen = self._choose(decoding, num_tokens, room)
+        chosen = [(sequence, reserve(sequence, count)) for sequence, count in chosen]
+        if self.drafter.costs is None:
+            wanted = [(sequence, self.max_tokens) for sequence, _ in decoding]
+        else:
+            wanted = [(sequence, count) for sequence, count in chosen if count] or self._probe(decoding)
+        if wanted and not self._guess(wanted):
+            self._num_paused_steps = PAUSE
+        for sequence, count in chosen:
+            sequence.draft_token_ids = list(self._records[sequence.id].guess[:count])
 
-    def observe(self, sequence: Sequence) -> None:
-        """A step took the sequence further."""
-        record = self._records.setdefault(sequence.id, _Record())
+    def observe(self, sequence: Sequence, block_copies: Seq[tuple[int, int]] = ()) -> None:
+        """A step took the sequence further, after it copied blocks (source, destination) for it."""
+        record = self._records[sequence.id]
         if record.is_off:
             return
-        record.judge(sequence.token_ids)
+        for streak, is_right in record.judged(sequence.token_ids):
+            record.chances = record.chances or list(self._chances)
+            _learn(record.chances, streak, is_right)
+            if self.drafter.costs is not None:
+                # a model is right about as often in all texts; what was said before is said again in some
+                _learn(self._chances, streak, is_right)
         try:
-            self.drafter.observe(sequence)
+            self.drafter.observe(sequence, block_copies)
         except Exception as error:
             self.turn_off(sequence, error)
 
     def turn_off(self, sequence: Sequence, error: Exception) -> None:
         """No drafts for this sequence any more: they failed, or it did with them."""
         logger.warning("drafting failed, off", request_id=sequence.request.id, index=sequence.index, error=repr(error))
-        record = self._records.setdefault(sequence.id, _Record())
+        record = self._records[sequence.id]
         record.is_off, record.guess = True, ()
 
     def release(self, sequence_id: int) -> None:
@@ -179,31 +166,127 @@ class Speculation:
         if self._records.pop(sequence_id, None) is not None:
             self.drafter.release(sequence_id)
 
-    def _guess(self, sequence: Sequence, record: _Record) -> Seq[int]:
-        try:
-            guess = self.drafter.propose(sequence, self.max_tokens)[: self.max_tokens]
-            if not all(0 <= token < self.vocab_size for token in guess):
-                raise ValueError(f"the drafter proposes tokens that are not in the vocabulary of {self.vocab_size}")
-            return guess
-        except Exception as error:
-            self.turn_off(sequence, error)
-            return ()
+    def close(self) -> None:
+        """Close the drafter; idempotent."""
+        self.drafter.close()
 
-    def _best_count(self, reaches: Seq[float], num_tokens: int) -> int:
-        """How many drafts, the likeliest first, make the most tokens for the time."""
+    def _choose(self, decoding: Seq[tuple[Sequence, int]], num_tokens: int, room: int) -> list[tuple[Sequence, int]]:
+        """How many guesses for which sequences make the most tokens for the time."""
+        candidates: list[tuple[float, int, int]] = []
+        backlogs: dict[int, float] = {}
+        for place, (sequence, most) in enumerate(decoding):
+            reaches = list(self._reaches(sequence, min(most, self.max_tokens)))
+            backlog = self.drafter.backlog(sequence) if reaches else None
+            if backlog is not None:
+                backlogs[place] = self._spread(backlog, most)
+                candidates += [(-reach, place, depth) for depth, reach in enumerate(reaches)]
+        # the chances fall along a sequence, so the best few of all are a beginning of each
+        candidates.sort()
         best, best_speed = 0, (1 + MARGIN) * num_tokens / self.costs(num_tokens)
-        expected = float(num_tokens)
-        for count, reach in enumerate(reaches, start=1):
-            expected += reach
-            speed = expected / self.costs(num_tokens + count)
+        expected, drafting = float(num_tokens), 0.0
+        forwards = [0.0] * self.max_tokens
+        """Tokens in each of the drafter's forwards: one makes a guess for every sequence."""
+        for count, (reach, place, depth) in enumerate(candidates[:room], start=1):
+            expected -= reach
+            if self.drafter.costs is not None:
+                before = self.drafter.costs(forwards[depth]) if forwards[depth] else 0.0
+                forwards[depth] += 1 if depth else backlogs[place]
+                drafting += self.drafter.costs(forwards[depth]) - before
+            speed = expected / (self.costs(num_tokens + count) + drafting)
             if speed > best_speed:
                 best, best_speed = count, speed
-        return best
+        counts: dict[int, int] = {}
+        for _, place, _ in candidates[:best]:
+            counts[place] = counts.get(place, 0) + 1
+        return [(decoding[place][0], count) for place, count in counts.items()]
+
+    def _reaches(self, sequence: Sequence, most: int) -> Iterable[float]:
+        """For each of so many guesses the chance that it and all before it are right, while it counts."""
+        record = self._records[sequence.id]
+        is_known = record.chances and (self.drafter.costs is None or sequence.num_tokens - record.guessed_at <= MEMORY)
+        chances = record.chances if is_known else self._chances
+        reach = 1.0
+        for position in range(most):
+            reach *= chances[_bucket(record.streak + position, chances)]
+            if reach < MARGIN:
+                return
+            yield reach
+
+    def _spread(self, backlog: int, most: int) -> float:
+        """Tokens to reckon with for a drafter's backlog: one that is made up for once serves the steps that follow."""
+        if backlog <= self.max_tokens + 1:
+            return backlog
+        return 1 + (backlog - 1) / min(most + 1, MEMORY)
+
+    def _probe(self, decoding: Seq[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        """One guess, if there are the savings for it: for the sequence for which it costs least."""
+        assert self.drafter.costs is not None
+        if self._savings < self.drafter.costs(1):
+            return []
+        backlogs = [(backlog, place) for place, (sequence, _) in enumerate(decoding)
+                    if (backlog := self.drafter.backlog(sequence)) is not None]  # fmt: skip
+        if not backlogs:
+            return []
+        backlog, place = min(backlogs)
+        price = self.drafter.costs(backlog)
+        self._most_savings = max(STAKE * self.costs(1), price)
+        if self._savings < price:
+            return []
+        self._savings -= price
+        return [(decoding[place][0], 1)]
+
+    def _guess(self, wanted: Seq[tuple[Sequence, int]]) -> bool:
+        """Have the drafter guess.  Where it fails, it is asked for each sequence alone, and is off
+        for those for which it fails again.
+
+        Returns:
+            False where it failed, and for none of them alone.
+        """
+        try:
+            guesses = list(self.drafter.propose(wanted))
+            if len(guesses) != len(wanted):
+                raise ValueError(f"the drafter gave {len(guesses)} guesses for {len(wanted)} sequences")
+        except Exception as error:
+            if len(wanted) == 1:
+                self.turn_off(wanted[0][0], error)
+                return True
+            logger.warning("drafting failed, trying it in parts", sequences=len(wanted), error=repr(error))
+            for one in wanted:
+                self._guess([one])
+            return any(self._records[sequence.id].is_off for sequence, _ in wanted)
+        for (sequence, most), guess in zip(wanted, guesses, strict=True):
+            self._take(sequence, most, guess)
+        return True
+
+    def _take(self, sequence: Sequence, most: int, guess: Seq[int]) -> None:
+        record = self._records[sequence.id]
+        try:
+            guess = guess[:most]
+            if not all(0 <= token < self.vocab_size for token in guess):
+                raise ValueError(f"the drafter proposes tokens that are not in the vocabulary of {self.vocab_size}")
+        except Exception as error:
+            self.turn_off(sequence, error)
+        else:
+            record.guess, record.guessed_at = guess, sequence.num_tokens
 
 
-def speculation_for(settings: EngineSettings, vocab_size: int, costs: StepCosts | None = None) -> Speculation | None:
-    """What the settings ask for; None for no speculation."""
-    if settings.speculative_method == "off":
+def speculation_for(
+    settings: EngineSettings, vocab_size: int, costs: StepCosts | None = None, draft_model: Drafter | None = None
+) -> Speculation | None:
+    """What the settings ask for; None for no speculation.
+
+    Raises:
+        ConfigurationError: they ask for a draft model, and there is none.
+    """
+    drafter: Drafter | None = None
+    if settings.speculative_method == "ngram":
+        drafter = NgramDrafter(max_n=settings.prompt_lookup_max, min_n=settings.prompt_lookup_min)
+    elif settings.speculative_method == "draft_model":
+        drafter = draft_model
+        if drafter is None:
+            raise ConfigurationError(
+                "a draft model needs a model beside it that the engine loads itself", field="speculative_method"
+            )
+    if drafter is None:
         return None
-    drafter = NgramDrafter(max_n=settings.prompt_lookup_max, min_n=settings.prompt_lookup_min)
     return Speculation(drafter, max_tokens=settings.num_speculative_tokens, vocab_size=vocab_size, costs=costs)

@@ -67,6 +67,9 @@ class Row:
     come right after a token of this row."""
     block_copies: tuple[tuple[int, int], ...] = ()
     """Blocks to copy (source, destination) before anything is written."""
+    unseen_outputs: tuple[int, ...] = ()
+    """The outputs right before `output_index` that the executor neither sampled nor was told of: where
+    it made guesses for another model, and that one had its own idea."""
 
 
 @attrs.frozen

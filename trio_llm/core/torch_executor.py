@@ -233,7 +233,9 @@ def _edit(row: Row, rewriter: Rewriter, number: int, edits: Edits) -> None:
     At a drafted position the drafts before it count as output.
     """
     # a step that failed may have gone further
-    rewriter.rewind(row.output_index)
+    rewriter.rewind(row.output_index - len(row.unseen_outputs))
+    for token in row.unseen_outputs:
+        rewriter.push(token)
     rewriter.edit(number, edits)
     for position in range(row.num_drafts):
         rewriter.push(row.token_ids[len(row.token_ids) - row.num_drafts + position])

@@ -46,7 +46,9 @@ def load_core(model: str | Model, executor: Executor | None, settings: EngineSet
     if executor is not None:
         return model, EngineCore(executor, settings)
     from trio_llm.core.build import build_core
+    from trio_llm.models.draft import load_draft_model
     from trio_llm.models.loader import LoadedModel
 
     assert isinstance(model, LoadedModel), "a model that is not a LoadedModel comes with its own executor"
-    return model, build_core(model, settings)
+    draft = load_draft_model(model, settings) if settings.speculative_method == "draft_model" else None
+    return model, build_core(model, settings, draft)
