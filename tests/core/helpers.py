@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from trio_llm.config import EngineSettings
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.core.request import FinishReason, Request
+from trio_llm.core.request import Sequence as TokenSequence
 from trio_llm.core.sampling_params import SamplingParams
-from trio_llm.core.step import SequenceOutput, StepPlan
+from trio_llm.core.step import SamplingTask, SequenceOutput, StepPlan
+from trio_llm.core.step_costs import StepCosts
 
 VOCAB_SIZE = 40
 MAX_STEPS = 5000
@@ -68,6 +70,35 @@ class FaultyExecutor(FakeExecutor):
         result = super().collect(handle)
         self.fail_collect(handle)
         return result
+
+
+class FakeDrafter:
+    """Guesses what `guess` gives for a sequence and a number of tokens; costs nothing."""
+
+    prior: Sequence[float] = (0.05, 0.4, 0.6, 0.8, 0.9)
+    costs: StepCosts | None = None
+
+    def __init__(self, guess: Callable[[TokenSequence, int], Sequence[int]] = lambda sequence, count: ()) -> None:
+        self.guess = guess
+        self.released: list[int] = []
+
+    def admit(self, sequence_id: int, task: SamplingTask) -> None:
+        pass
+
+    def observe(self, sequence: TokenSequence, block_copies: Sequence[tuple[int, int]] = ()) -> None:
+        pass
+
+    def backlog(self, sequence: TokenSequence) -> int | None:
+        return 0
+
+    def propose(self, wanted: Sequence[tuple[TokenSequence, int]]) -> Sequence[Sequence[int]]:
+        return [self.guess(sequence, count) for sequence, count in wanted]
+
+    def release(self, sequence_id: int) -> None:
+        self.released.append(sequence_id)
+
+    def close(self) -> None:
+        pass
 
 
 def make_core(executor: FakeExecutor | None = None, **settings: int) -> EngineCore:

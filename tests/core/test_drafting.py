@@ -15,12 +15,12 @@ from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.core.request import Request
 from trio_llm.core.request import Sequence as TokenSequence
 from trio_llm.core.speculation import MARGIN, Speculation, speculation_for
-from trio_llm.core.step import SamplingTask, StepPlan
+from trio_llm.core.step import StepPlan
 from trio_llm.core.step_costs import StepCosts
 from trio_llm.core.torch_executor import TorchExecutor
 from trio_llm.errors import ConfigurationError
 
-from .helpers import Outputs, gather, is_idle, make_request, run
+from .helpers import FakeDrafter, Outputs, gather, is_idle, make_request, run
 from .tiny_models import CPU, PROMPTS, build, paged
 
 NextToken = Callable[[list[int], int], int]
@@ -185,35 +185,6 @@ def test_nobody_is_preempted_for_a_draft() -> None:
     assert preemptions["off"] == preemptions["ngram"] == 0
 
 
-class Adversary:
-    """Proposes whatever `guess` says."""
-
-    prior = (0.05, 0.4, 0.6, 0.8, 0.9)
-    costs = None
-
-    def __init__(self, guess: Callable[[TokenSequence, int], Sequence[int]]) -> None:
-        self.guess = guess
-        self.released: list[int] = []
-
-    def admit(self, sequence_id: int, task: SamplingTask) -> None:
-        pass
-
-    def observe(self, sequence: TokenSequence, block_copies: Sequence[tuple[int, int]] = ()) -> None:
-        pass
-
-    def backlog(self, sequence: TokenSequence) -> int | None:
-        return 0
-
-    def propose(self, wanted: Sequence[tuple[TokenSequence, int]]) -> Sequence[Sequence[int]]:
-        return [self.guess(sequence, max_tokens) for sequence, max_tokens in wanted]
-
-    def release(self, sequence_id: int) -> None:
-        self.released.append(sequence_id)
-
-    def close(self) -> None:
-        pass
-
-
 def refuse(sequence: TokenSequence, max_tokens: int) -> Sequence[int]:
     raise RuntimeError("no idea")
 
@@ -234,7 +205,7 @@ ADVERSARIES: dict[str, Callable[[TokenSequence, int], Sequence[int]]] = {
 @pytest.mark.parametrize("next_token", [unguessable, periodic, halting])
 @pytest.mark.parametrize("name", ADVERSARIES)
 def test_an_adversary_changes_no_token(name: str, next_token: NextToken) -> None:
-    adversary = Adversary(ADVERSARIES[name])
+    adversary = FakeDrafter(ADVERSARIES[name])
     core, _ = core_with(next_token, drafter=adversary, max_num_batched_tokens=24)
     requests = [make_request(str(seed), prompt_of(9, seed), max_tokens=60, n=2) for seed in range(5)]
     outputs, _ = run(core, requests)
@@ -255,7 +226,7 @@ def test_a_drafter_that_fails_is_off_for_that_sequence_alone() -> None:
         return [sequence.token_ids[-7 + i] for i in range(min(7, max_tokens))]
 
     calls: list[str] = []
-    core, executor = core_with(periodic, drafter=Adversary(guess))
+    core, executor = core_with(periodic, drafter=FakeDrafter(guess))
     requests = [make_request(name, prompt_of(20), max_tokens=100) for name in ("bad", "good")]
     outputs, _ = run(core, requests)
     assert outputs["bad", 0] == outputs["good", 0] == expected(requests[0], periodic)
@@ -265,7 +236,7 @@ def test_a_drafter_that_fails_is_off_for_that_sequence_alone() -> None:
 
 
 def test_a_drafter_that_fails_to_observe_is_off() -> None:
-    class Blind(Adversary):
+    class Blind(FakeDrafter):
         def observe(self, sequence: TokenSequence, block_copies: Sequence[tuple[int, int]] = ()) -> None:
             raise RuntimeError
 

@@ -14,11 +14,12 @@ from trio_llm.core.logits import Rewriter
 from trio_llm.core.model import PagedModel
 from trio_llm.core.request import FinishReason, Request
 from trio_llm.core.request import Sequence as TokenSequence
-from trio_llm.core.speculation import Speculation, StepCosts
+from trio_llm.core.speculation import Speculation
 from trio_llm.core.step import Row
+from trio_llm.core.step_costs import StepCosts
 from trio_llm.core.torch_executor import TorchExecutor
 
-from .helpers import is_idle, make_request, run
+from .helpers import FakeDrafter, is_idle, make_request, run
 from .tiny_models import PROMPTS, build, core_of, paged
 
 NAN = float("nan")
@@ -51,22 +52,17 @@ class Poisoned(TorchExecutor):
         return logits
 
 
-class Oracle:
+class Oracle(FakeDrafter):
     """Drafts what the sequences are known to give, with `change` made to it."""
 
     def __init__(self, known: dict[tuple[str, int], list[int]]) -> None:
+        super().__init__(self._known)
         self.known = known
         self.change: Callable[[TokenSequence, list[int]], list[int]] = lambda sequence, draft: draft
 
-    def observe(self, sequence: TokenSequence) -> None:
-        pass
-
-    def propose(self, sequence: TokenSequence, max_tokens: int) -> Sequence[int]:
+    def _known(self, sequence: TokenSequence, max_tokens: int) -> Sequence[int]:
         tokens = self.known[sequence.request.id, sequence.index][sequence.num_output_tokens :]
         return self.change(sequence, tokens[:max_tokens])
-
-    def release(self, sequence_id: int) -> None:
-        pass
 
 
 def core_with(executor: TorchExecutor, drafter: Oracle | None = None, **settings: Any) -> EngineCore:

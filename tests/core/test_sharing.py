@@ -14,7 +14,7 @@ from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.request import Request, Sequence
 from trio_llm.core.speculation import Speculation
 
-from .helpers import is_idle, make_request, run
+from .helpers import FakeDrafter, is_idle, make_request, run
 from .tiny_models import Comparison, build, core_of, greedy, paged
 
 PREFIX = [7, 3, 9, 9, 1, 4, 12, 5, 8, 2]
@@ -23,22 +23,17 @@ NUM_TOKENS = 20
 SMALLER = {"gemma3_text": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}}
 
 
-class MostlyRight:
+class MostlyRight(FakeDrafter):
     """A drafter that knows what comes; every fifth guess is wrong."""
 
     def __init__(self, known: Mapping[tuple[str, int], Seq[int]]) -> None:
+        super().__init__(self._known)
         self.known = known
 
-    def observe(self, sequence: Sequence) -> None:
-        pass
-
-    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
+    def _known(self, sequence: Sequence, count: int) -> list[int]:
         done = sequence.num_output_tokens
-        tokens = self.known.get((sequence.request.id, sequence.index), ())[done : done + max_tokens]
+        tokens = self.known.get((sequence.request.id, sequence.index), ())[done : done + count]
         return [token if (done + place) % 5 else (token + 1) % 160 for place, token in enumerate(tokens)]
-
-    def release(self, sequence_id: int) -> None:
-        pass
 
 
 def tokens_of(core: EngineCore, these: Seq[Request], abort: bool) -> dict[tuple[str, int], list[int]]:

@@ -34,6 +34,9 @@ MARGIN = 0.05
 """By how much a step with drafts must promise to be better; less is not worth an error of the estimates."""
 
 LEARNING_RATE = 1 / 8
+"""Weight of the newest guess in what is known of its sequence ..."""
+COMMON_LEARNING_RATE = 1 / 32
+"""... and of all sequences: one that was right by chance may not have all others caught up on."""
 
 PROBE_SHARE = 0.015
 """Of the time that steps take: what may be spent to see whether guesses that do not pay would do so by now."""
@@ -77,9 +80,9 @@ def _bucket(streak: int, chances: Seq[float]) -> int:
     return min(streak.bit_length(), len(chances) - 1)
 
 
-def _learn(chances: list[float], streak: int, is_right: bool) -> None:
+def _learn(chances: list[float], streak: int, is_right: bool, rate: float) -> None:
     bucket = _bucket(streak, chances)
-    chances[bucket] += LEARNING_RATE * (is_right - chances[bucket])
+    chances[bucket] += rate * (is_right - chances[bucket])
 
 
 class Speculation:
@@ -146,10 +149,10 @@ class Speculation:
             return
         for streak, is_right in record.judged(sequence.token_ids):
             record.chances = record.chances or list(self._chances)
-            _learn(record.chances, streak, is_right)
+            _learn(record.chances, streak, is_right, LEARNING_RATE)
             if self.drafter.costs is not None:
                 # a model is right about as often in all texts; what was said before is said again in some
-                _learn(self._chances, streak, is_right)
+                _learn(self._chances, streak, is_right, COMMON_LEARNING_RATE)
         try:
             self.drafter.observe(sequence, block_copies)
         except Exception as error:
