@@ -164,7 +164,7 @@ class Server:
 
     async def admitted(self, count: int) -> None:
         """Wait until so many requests of those in flight are with the engine."""
-        await self.until(lambda: sum(exchange.generation is not None for exchange in self.app.exchanges) == count)
+        await self.until(lambda: sum(bool(exchange.generations) for exchange in self.app.exchanges) == count)
 
     async def assert_all_free(self) -> None:
         """Nothing is in flight, and every block is back."""
@@ -223,7 +223,7 @@ async def serving(
             finally:
                 for client in server.clients:
                     client.stream.socket.close()
-                if isinstance(executor.on_launch, Gate):
+                if isinstance(getattr(executor, "on_launch", None), Gate):
                     executor.on_launch.open()
             nursery.cancel_scope.cancel(reason="the test is over")
 

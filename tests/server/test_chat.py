@@ -6,6 +6,8 @@ import orjson
 import pytest
 import trio
 
+from trio_llm.engine.generation import Delta
+
 HI = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -187,19 +189,22 @@ async def test_hot_chunk_is_the_full_chunk(serving):
     from trio_llm.server.openai.chat import ChatChunks
     from trio_llm.server.openai.chunks import Identity
     from trio_llm.server.openai.completions import TextChunks
-    from trio_llm.server.openai.wire import ChunkChoice, ChunkDelta, TextChoice
+    from trio_llm.server.openai.parsing import parse_chat, parse_completion
+    from trio_llm.server.openai.wire import encode
 
     identity = Identity(id="chatcmpl-1", model='strange □ "name"', created=7)
     for with_usage in (True, False):
-        chat, text = (kind(identity, None, with_usage=with_usage) for kind in (ChatChunks, TextChunks))
+        options = {"stream": True, "stream_options": {"include_usage": with_usage}}
+        chat = ChatChunks(identity, [], parse_chat({**HI, **options}, lenient=False), detailed=False)
+        body = parse_completion({"model": "fake", "prompt": "x", **options}, lenient=False)
+        text = TextChunks(identity, [], body, [])
         for piece in ('quote " and \\', "□", "\n\u2028é\U0001f600\x00", "x"):
             for index in (0, 7):
-                delta = ChunkChoice(index=index, delta=ChunkDelta(content=piece))
-                expected = chat.plain([delta]), text.plain([TextChoice(index=index, text=piece)])
-                for chunks, plain in zip((chat, text), expected, strict=True):
+                for chunks in (chat, text):
+                    plain = orjson.loads(encode(chunks.chunk([chunks.text_choice(index, piece)])))
                     if not with_usage:
                         del plain["usage"]
-                    event = chunks.text(index, piece)
+                    event = chunks.content(0, index, [Delta(0, piece)])
                     assert event.startswith(b"data: ") and event.endswith(b"\n\n") and event.count(b"\n") == 2
                     assert orjson.loads(event[6:]) == plain
 
@@ -249,7 +254,7 @@ async def test_abort_of_a_unary_request_gives_what_there_was(serving, gated):
         await server.admitted(1)
         gate.let(2)
         await server.until(lambda: server.engine.statistics().generation_tokens == 2)
-        (exchange,) = [exchange for exchange in server.app.exchanges if exchange.generation]
+        (exchange,) = [exchange for exchange in server.app.exchanges if exchange.generations]
         assert (await server.ask("POST", f"/v1/requests/{exchange.request_id}/abort")).status == 200
         await server.until(lambda: bool(answers))
         assert answers[0].json["choices"][0]["finish_reason"] == "abort"

@@ -74,7 +74,9 @@ def test_it_is_valid(document):
 
 
 def test_every_table_is_used():
-    tables = [table for name, table in vars(fields).items() if name.isupper() and not name.startswith("_")]
+    tables = [
+        table for name, table in vars(fields).items() if isinstance(table, dict) and name.isupper() and name[0] != "_"
+    ]
     assert [table for table in tables if not any(table is used for used in openapi.TABLES.values())] == []
 
 

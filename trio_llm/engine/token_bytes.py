@@ -44,6 +44,7 @@ class TokenBytes:
         self._known: dict[int, TokenText] = {}
 
     def __getitem__(self, token_id: int) -> TokenText:
+        """A token of the vocabulary."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._look_up(token_id)

@@ -10,8 +10,8 @@ from typing import Self
 import attrs
 import trio
 
-from trio_llm.engine.generation import Generation
-from trio_llm.errors import TrioLLMError
+from trio_llm.engine.generation import Delta, Generation
+from trio_llm.errors import RequestFailed, TrioLLMError
 
 
 def new_request_id() -> str:
@@ -23,8 +23,9 @@ def new_request_id() -> str:
 class Exchange:
     """What a request owns, so that every way out of it gives all of it back.
 
-    The connection class holds it open around handler and response: whatever ends either, be it
-    cancellation between the two, the generation is left.  `abandon` and `fail` are synchronous,
+    Most have one generation; a request with several prompts has one for each.  The connection class
+    holds it open around handler and response: whatever ends either, be it cancellation between the
+    two, all generations are left.  `abandon` and `fail` are synchronous,
     because the handler may be stuck in a write when they are called.
     """
 
@@ -35,7 +36,8 @@ class Exchange:
     echoed_id: str = ""
     """What the x-request-id header of the answer says: the client's own, else ours."""
     model: str | None = None
-    generation: Generation | None = None
+    generations: list[Generation] = attrs.field(factory=list)
+    """Those that were admitted, in the order of the prompts."""
     failure: TrioLLMError | None = None
     """Why the server ended it; takes the place of the abort that carried it out."""
     error: TrioLLMError | None = None
@@ -44,6 +46,7 @@ class Exchange:
     first_token: float | None = None
     status: int | None = None
     _stack: contextlib.AsyncExitStack = attrs.field(factory=contextlib.AsyncExitStack, init=False)
+    _arrived: trio.Event = attrs.field(factory=trio.Event, init=False)
 
     async def __aenter__(self) -> Self:
         await self._stack.__aenter__()
@@ -54,27 +57,55 @@ class Exchange:
     ) -> bool | None:
         return await self._stack.__aexit__(kind, error, trace)
 
-    async def enter(self, generation: Generation) -> Generation:
+    async def enter(self, generation: Generation) -> None:
         """Start a generation that ends with this exchange, at the latest.
 
         Raises:
             TrioLLMError: it was refused, or the server is ending this exchange.
         """
+        generation.on_arrival = self._note_arrival
         await self._stack.enter_async_context(generation)
         if self.failure is not None:  # it came while the prompt was being tokenised
             raise self.failure
-        self.generation = generation
-        return generation
+        self.generations.append(generation)
 
-    def token_arrived(self) -> None:
-        """Note the time of the first token."""
-        if self.first_token is None:
-            self.first_token = trio.current_time()
+    async def receive(self) -> list[tuple[int, Delta]]:
+        """Wait until something has come of any generation, and take all that is there.
+
+        Being cancelled here loses nothing.
+
+        Returns:
+            Deltas, each with the place of its generation.
+
+        Raises:
+            TrioLLMError: a generation failed and all that it made before was taken, or the server
+                ended the exchange.
+        """
+        while True:
+            deltas = [
+                (place, delta) for place, generation in enumerate(self.generations) for delta in generation.drain()
+            ]
+            if self.failure is not None:
+                raise self.failure
+            if deltas:
+                if self.first_token is None:
+                    self.first_token = trio.current_time()
+                return deltas
+            for generation in self.generations:
+                if generation.failure is not None:
+                    raise generation.failure from generation.failure.__cause__
+            if all(choice.finish_reason for generation in self.generations for choice in generation.choices):
+                raise RequestFailed("the generation ended early")
+            await self._arrived.wait()
+            self._arrived = trio.Event()
+
+    def _note_arrival(self) -> None:
+        self._arrived.set()
 
     def abandon(self) -> None:
-        """The client is gone: take its generation out of the engine at once."""
-        if self.generation is not None:
-            self.generation.abort()
+        """The client is gone: take its generations out of the engine at once."""
+        for generation in self.generations:
+            generation.abort()
 
     def fail(self, error: TrioLLMError) -> None:
         """End the exchange with an error of the server's: a status or, mid-stream, an error frame."""

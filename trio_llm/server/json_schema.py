@@ -6,14 +6,24 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import attrs
 
 from trio_llm.core.sampling_params import Integer, Number, SamplingParams, Strings
 from trio_llm.docstrings import attribute_docstrings
 from trio_llm.server.openai.fields import Field, Table
-from trio_llm.server.openai.wire import MAX_ENTRIES
+from trio_llm.server.openai.limits import (
+    MAX_ENTRIES,
+    MAX_IDENTIFIER,
+    MAX_METADATA,
+    MAX_METADATA_KEY,
+    MAX_METADATA_VALUE,
+    check_boolean,
+    check_identifier,
+    check_index,
+    check_metadata,
+)
 
 Schema = dict[str, Any]
 
@@ -28,6 +38,18 @@ _PLAIN: dict[Any, Schema] = {
     object: {},
     Any: {},
 }
+_CHECKED: dict[Any, Schema] = {
+    check_identifier: {"type": "string", "maxLength": MAX_IDENTIFIER},
+    check_metadata: {
+        "type": "object",
+        "maxProperties": MAX_METADATA,
+        "propertyNames": {"maxLength": MAX_METADATA_KEY},
+        "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE},
+    },
+    check_boolean: {"type": "boolean"},
+    check_index: {"type": "integer", "minimum": 0, "maximum": MAX_ENTRIES},
+}
+"""By the checks of accepted fields."""
 _TOKEN_ID: Schema = {"type": "integer", "minimum": 0}
 """The only integers of which a client sends several."""
 SUPPORT = "x-support"
@@ -60,6 +82,8 @@ class Schemas:
             return dict(plain)
         if attrs.has(kind):
             return self._component(kind, of_object)
+        if is_typeddict(kind):
+            return self._component(kind, self._typed_dict)
         arguments = get_args(kind)
         match get_origin(kind):
             case origin if origin is Literal:
@@ -82,6 +106,10 @@ class Schemas:
             description = {"description": inspect.cleandoc(kind.__doc__)} if kind.__doc__ else {}
             self.components[name] = {"type": "object", **description, **of_object(kind)}
         return {"$ref": f"#/components/schemas/{name}"}
+
+    def _typed_dict(self, kind: type) -> Schema:
+        properties = {name: self.of_answer(part) for name, part in get_type_hints(kind).items()}
+        return {"properties": properties, "required": list(properties)}
 
     def _answer_object(self, kind: type) -> Schema:
         fields = attrs.fields(attrs.resolve_types(kind))
@@ -114,9 +142,7 @@ class Schemas:
 
     def _unused(self, row: Field) -> Schema:
         if row.treatment == "accepted":
-            kinds = row.type if isinstance(row.type, tuple) else (row.type,)
-            schema = _any_of([_PLAIN[kind] for kind in kinds])
-            return {**_nullable(schema), "description": "Accepted, and not used."}
+            return {**_nullable(_CHECKED[row.check]), "description": "Accepted, and not used."}
         if self._lenient:
             return {"description": "Not supported: ignored."}
         return {"enum": [*row.neutral, None], "description": "Not supported: only values that ask for nothing pass."}

@@ -70,12 +70,12 @@ def access(exchange: Exchange, *, finished: bool) -> None:
     }
     if not finished:
         facts["disconnected"] = True
-    generation = exchange.generation
-    if generation is not None:
+    if exchange.generations:
         facts["model"] = exchange.model
-        facts["prompt_tokens"] = generation.usage.prompt_tokens
-        facts["completion_tokens"] = generation.usage.completion_tokens
-        facts["finish_reason"] = ",".join(str(choice.finish_reason) for choice in generation.choices)
+        facts["prompt_tokens"] = sum(generation.usage.prompt_tokens for generation in exchange.generations)
+        facts["completion_tokens"] = sum(generation.usage.completion_tokens for generation in exchange.generations)
+        reasons = [str(choice.finish_reason) for generation in exchange.generations for choice in generation.choices]
+        facts["finish_reason"] = ",".join(reasons)
     if exchange.first_token is not None:
         facts["ttft"] = round(exchange.first_token - exchange.started, 4)
     error = exchange.error or exchange.failure

@@ -27,8 +27,13 @@ TABLES: Mapping[type, fields.Table] = {
     wire.ChatCompletionRequest: fields.CHAT,
     wire.CompletionRequest: fields.COMPLETION,
     wire.Message: fields.MESSAGE,
+    wire.ToolCall: fields.TOOL_CALL,
+    wire.FunctionCall: fields.FUNCTION_CALL,
     wire.ContentPart: fields.CONTENT_PART,
     wire.StreamOptions: fields.STREAM_OPTIONS,
+    wire.ResponseFormat: fields.RESPONSE_FORMAT,
+    wire.JsonSchema: fields.JSON_SCHEMA,
+    wire.StructuredOutputs: fields.STRUCTURED_OUTPUTS,
 }
 """How the fields of a request's objects are treated."""
 

@@ -1,28 +1,34 @@
-"""What both generating endpoints do: parameters, the unary wait, the errors in their own words."""
+"""What both generating endpoints do: parameters, admission, the unary wait, the answer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 
-import orjson
 from quart import Response
 
 from trio_llm.config import ServerSettings
-from trio_llm.core.sampling_params import SamplingParams
+from trio_llm.core.sampling_params import SamplingParams, StructuredOutput
 from trio_llm.engine.admission import Prompt
 from trio_llm.engine.engine import Engine
 from trio_llm.engine.generation import Generation
-from trio_llm.errors import TrioLLMError
+from trio_llm.errors import InvalidRequest
 from trio_llm.server.exchange import Exchange
 from trio_llm.server.openai.chunks import Chunks, Identity
 from trio_llm.server.openai.sse import stream
-from trio_llm.server.openai.wire import GenerationFields, to_wire
+from trio_llm.server.openai.wire import GenerationFields, encode
 
 
-def sampling_params(fields: GenerationFields, max_tokens: int | None, settings: ServerSettings) -> SamplingParams:
-    """The engine's parameters.
+def sampling_params(
+    fields: GenerationFields,
+    settings: ServerSettings,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    structured_output: StructuredOutput | None,
+) -> SamplingParams:
+    """The engine's parameters: those that have the same name everywhere, and those given here.
 
     Args:
         max_tokens: what the request asks for; None falls back on `default_max_tokens`, then on the
@@ -37,51 +43,82 @@ def sampling_params(fields: GenerationFields, max_tokens: int | None, settings: 
         top_p=fields.top_p,
         top_k=fields.top_k,
         min_p=fields.min_p,
+        typical_p=fields.typical_p,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        repetition_penalty=fields.repetition_penalty,
+        logit_bias=fields.logit_bias or (),
+        # as OpenAI's neutral values go, an empty list asks for nothing
+        allowed_token_ids=fields.allowed_token_ids or None,
+        bad_words=fields.bad_words,
         seed=fields.seed,
+        min_tokens=fields.min_tokens,
         max_tokens=settings.default_max_tokens if max_tokens is None else max_tokens,
         stop=() if fields.stop is None else fields.stop,
+        include_stop_str_in_output=fields.include_stop_str_in_output,
         stop_token_ids=fields.stop_token_ids,
         ignore_eos=fields.ignore_eos,
+        skip_special_tokens=fields.skip_special_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        structured_output=structured_output,
     )
+
+
+def check_prompt_logprobs(fields: GenerationFields) -> None:
+    """Refuse what a stream has no place for.
+
+    Raises:
+        InvalidRequest: a stream is asked for the prompt's log-probabilities.
+    """
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs is not for streams", field="prompt_logprobs")
 
 
 async def start(
-    exchange: Exchange, engine: Engine, prompt: Prompt, params: SamplingParams, fields: GenerationFields, *, prefix: str
+    exchange: Exchange,
+    engine: Engine,
+    prompts: Iterable[Prompt],
+    params: SamplingParams,
+    fields: GenerationFields,
+    *,
+    prefix: str,
 ) -> Identity:
-    """Enter the request's generation, which its exchange owns from then on.
+    """Enter a generation for each prompt; the exchange owns them from then on.
 
     Raises:
-        TrioLLMError: the engine refuses it.
+        TrioLLMError: the engine refuses one of them.
     """
     exchange.model = fields.model
-    generation = engine.generate(
-        prompt, params, request_id=exchange.request_id, priority=fields.priority, cache_salt=fields.cache_salt
-    )
-    await exchange.enter(generation)
+    for place, prompt in enumerate(prompts):
+        generation = engine.generate(
+            prompt,
+            params,
+            request_id=f"{exchange.request_id}-{place}" if place else exchange.request_id,
+            priority=fields.priority,
+            cache_salt=fields.cache_salt,
+        )
+        await exchange.enter(generation)
     return Identity(id=prefix + exchange.request_id, model=fields.model, created=int(time.time()))
 
 
-async def finish(exchange: Exchange) -> Generation:
-    """Read a generation to its end.
+async def finish(exchange: Exchange) -> list[Generation]:
+    """Read all generations to their ends.
 
     Raises:
-        TrioLLMError: it failed, or the server ended the exchange.
+        TrioLLMError: one failed, or the server ended the exchange.
     """
-    generation = exchange.generation
-    assert generation is not None
-    async for _ in generation:  # to its very end, where it says whether it failed
-        exchange.token_arrived()
-        generation.drain()
-    if exchange.failure is not None:
-        raise exchange.failure
-    return generation
+    running = sum(generation.params.n for generation in exchange.generations)
+    while running:
+        running -= sum(delta.finish_reason is not None for _, delta in await exchange.receive())
+    return exchange.generations
 
 
 async def answer_stream(exchange: Exchange, chunks: Chunks, settings: ServerSettings) -> Response:
-    """The streamed answer of an entered generation, as the settings time it.
+    """The streamed answer of entered generations, as the settings time it.
 
     Raises:
-        TrioLLMError: the generation failed before there was anything to stream.
+        TrioLLMError: a generation failed before there was anything to stream.
     """
     return await stream(
         exchange, chunks, patience=settings.first_result_timeout, keep_alive=settings.sse_keep_alive_interval
@@ -90,14 +127,4 @@ async def answer_stream(exchange: Exchange, chunks: Chunks, settings: ServerSett
 
 def answer(body: object) -> Response:
     """A wire object as a JSON response."""
-    return Response(orjson.dumps(to_wire(body)), content_type="application/json")
-
-
-@contextmanager
-def fields_called(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors name fields as the client called them, not as the engine does."""
-    try:
-        yield
-    except TrioLLMError as error:
-        error.field = names.get(error.field or "", error.field)
-        raise
+    return Response(encode(body), content_type="application/json")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import orjson
 from quart import Blueprint, Response
 
 from trio_llm.engine.engine import Engine
 from trio_llm.server.http import this_app
-from trio_llm.server.openai.wire import ModelCard, ModelList, to_wire
+from trio_llm.server.openai.wire import ModelCard, ModelList, encode
 from trio_llm.server.openapi import Operation
 
 blueprint = Blueprint("models", __name__)
@@ -22,7 +21,7 @@ def _card(name: str, engine: Engine) -> ModelCard:
 async def list_models() -> Response:
     """Every served name."""
     cards = ModelList(data=[_card(name, engine) for name, engine in this_app().registry.items()])
-    return Response(orjson.dumps(to_wire(cards)), content_type="application/json")
+    return Response(encode(cards), content_type="application/json")
 
 
 @blueprint.get("/v1/models/<path:name>")
@@ -34,4 +33,4 @@ async def get_model(name: str) -> Response:
         ModelNotFound: it is not served.
     """
     card = _card(name, this_app().registry.get(name))
-    return Response(orjson.dumps(to_wire(card)), content_type="application/json")
+    return Response(encode(card), content_type="application/json")

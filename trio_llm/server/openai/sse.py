@@ -1,4 +1,4 @@
-"""The event stream of a generation, as a response body that is not an async generator.
+"""The event stream of a request, as a response body that is not an async generator.
 
 A generator could be closed at a yield by another task or by the garbage collector; this class is
 only ever advanced, and what it reads from belongs to the request's Exchange.
@@ -14,8 +14,8 @@ import trio
 from quart import Response
 from quart.wrappers.response import ResponseBody
 
-from trio_llm.engine.generation import Delta, Generation
-from trio_llm.errors import RequestFailed, TrioLLMError
+from trio_llm.engine.generation import Delta
+from trio_llm.errors import TrioLLMError
 from trio_llm.server.exchange import Exchange
 from trio_llm.server.openai.chunks import DONE, Chunks
 from trio_llm.server.openai.error_bodies import body_of
@@ -27,22 +27,24 @@ class EventStream(ResponseBody):
     """Joins all that has arrived since the last write into one write.
 
     Args:
-        exchange: of the request, with its generation entered.
+        exchange: of the request, with its generations entered.
         chunks: the endpoint's spelling.
         keep_alive: seconds of silence after which a comment is sent.
         first: the deltas that were waited for before the status line went out; None if none came in time.
     """
 
-    def __init__(self, exchange: Exchange, chunks: Chunks, *, keep_alive: float, first: list[Delta] | None) -> None:
-        assert exchange.generation is not None
+    def __init__(
+        self, exchange: Exchange, chunks: Chunks, *, keep_alive: float, first: list[tuple[int, Delta]] | None
+    ) -> None:
         self._exchange = exchange
-        self._generation: Generation = exchange.generation
         self._chunks = chunks
         self._keep_alive = keep_alive
         self._first = first
         self._opened = False
         self._done = False
-        self._running = self._generation.params.n
+        self._num_choices = exchange.generations[0].params.n
+        """Of each prompt."""
+        self._running = self._num_choices * len(exchange.generations)
 
     async def __aenter__(self) -> Self:
         return self
@@ -74,65 +76,44 @@ class EventStream(ResponseBody):
     async def _next(self) -> bytes:
         silent_until = trio.current_time() + self._keep_alive
         while True:
-            deltas: list[Delta] | None = None
+            deltas: list[tuple[int, Delta]] | None = None
             with trio.move_on_at(silent_until):
-                deltas = await next_deltas(self._exchange)
+                deltas = await self._exchange.receive()
             if deltas is None:
                 return KEEP_ALIVE
-            # a delta may hold no text: half a character, or what may become a stop string
             if events := self._encode(deltas):
                 return events
 
-    def _encode(self, deltas: Iterable[Delta]) -> bytes:
-        texts: dict[int, list[str]] = {}
-        endings: dict[int, str] = {}
-        for delta in deltas:
-            texts.setdefault(delta.index, []).append(delta.text)
-            if delta.finish_reason is not None:
-                endings[delta.index] = str(delta.finish_reason)
+    def _encode(self, arrived: Iterable[tuple[int, Delta]]) -> bytes:
+        parts: dict[tuple[int, int], list[Delta]] = {}
+        for place, delta in arrived:
+            parts.setdefault((place, delta.index), []).append(delta)
         events = []
-        for index, parts in texts.items():
-            if text := "".join(parts):
-                events.append(self._chunks.text(index, text))
-            if index in endings:
-                events.append(self._chunks.closing(index, endings[index]))
+        for (place, choice), deltas in parts.items():
+            index = place * self._num_choices + choice
+            events.append(self._chunks.content(place, index, deltas))
+            reason = deltas[-1].finish_reason
+            if reason is not None:
                 self._running -= 1
+                events.append(self._chunks.closing(index, reason.value, is_last=self._running == 0))
         if self._running == 0:
             self._done = True
             events.append(self._chunks.end())
         return b"".join(events)
 
 
-async def next_deltas(exchange: Exchange) -> list[Delta]:
-    """Wait for something from the exchange's generation, and take all that is there.
-
-    Raises:
-        TrioLLMError: the generation failed, or the server ended the exchange.
-    """
-    generation = exchange.generation
-    assert generation is not None
-    try:
-        delta = await anext(generation)
-    except StopAsyncIteration:
-        raise exchange.failure or RequestFailed("the generation ended early") from None
-    if exchange.failure is not None:
-        raise exchange.failure
-    exchange.token_arrived()
-    return [delta, *generation.drain()]
-
-
 async def stream(exchange: Exchange, chunks: Chunks, *, patience: float, keep_alive: float) -> Response:
-    """The streamed answer of an entered generation.
+    """The streamed answer of entered generations.
 
-    Its first result is awaited for `patience` seconds, so that what fails in prefill still gets a
+    Their first result is awaited for `patience` seconds, so that what fails in prefill still gets a
     status of its own.
 
     Raises:
-        TrioLLMError: the generation failed so early.
+        TrioLLMError: a generation failed so early.
     """
-    first: list[Delta] | None = None
+    first: list[tuple[int, Delta]] | None = None
     with trio.move_on_after(patience):
-        first = await next_deltas(exchange)
+        first = await exchange.receive()
     body = EventStream(exchange, chunks, keep_alive=keep_alive, first=first)
     response = Response(body, content_type="text/event-stream; charset=utf-8")
     response.headers["cache-control"] = "no-cache"

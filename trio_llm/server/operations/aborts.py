@@ -33,6 +33,9 @@ async def abort(request_id: str) -> Response:
     internal = request_id
     for prefix in _PREFIXES:
         internal = internal.removeprefix(prefix)
-    if not any(engine.abort(internal) for engine in this_app().registry.engines()):
+    found = [exchange for exchange in this_app().exchanges if exchange.request_id == internal]
+    if not any(exchange.generations for exchange in found):
         raise RequestNotFound(f"no request {request_id[:80]!r} is in flight", field="id")
+    for exchange in found:
+        exchange.abandon()
     return Response(orjson.dumps(attrs.asdict(Aborted(id=request_id))), content_type="application/json")

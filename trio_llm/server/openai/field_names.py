@@ -1,0 +1,28 @@
+"""Errors of the engine in the words of the API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from trio_llm.errors import TrioLLMError
+
+
+@contextmanager
+def fields_called(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name fields as the client called them, not as the engine does.
+
+    Args:
+        names: the client's names by the engine's.
+    """
+    try:
+        yield
+    except TrioLLMError as error:
+        ours = error.field or ""
+        theirs = names.get(ours)
+        if theirs is not None:
+            error.field = theirs
+            if ours != "prompt":  # which is a word too
+                error.message = re.sub(rf"\b{ours}\b", theirs, error.message)
+        raise
