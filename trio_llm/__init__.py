@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trio_llm.engine.generation import Delta, Generation
     from trio_llm.engine.registry import Registry
     from trio_llm.prompt.chat_template import Conversation
+    from trio_llm.prompt.truncation import Truncation
     from trio_llm.server.http import App
     from trio_llm.server.serve import serve
 
@@ -34,6 +35,7 @@ __all__ = [
     "SamplingParams",
     "ServerSettings",
     "StructuredOutput",
+    "Truncation",
     "create_app",
     "errors",
     "open_embedder",
@@ -52,6 +54,7 @@ _HOMES = {
     "Generation": "trio_llm.engine.generation",
     "SamplingParams": "trio_llm.core.sampling_params",
     "ServerSettings": "trio_llm.config",
+    "Truncation": "trio_llm.prompt.truncation",
     "StructuredOutput": "trio_llm.core.sampling_params",
     "open_embedder": "trio_llm.engine.embedding",
     "open_engine": "trio_llm.engine.engine",

@@ -49,6 +49,7 @@ BAD: dict[str, list[object]] = {
     "min_tokens": [-1, 1.0, 2**31, "5", True, None],
     "include_stop_str_in_output": ["yes", 1, None],
     "skip_special_tokens": ["yes", 0, None],
+    "keep_special_tokens": ["12", (1.5,), (-1,), (True,), 5, None],
     "logprobs": [-1, 21, 1.0, True, "5"],
     "prompt_logprobs": [-1, 21, 1.0, False, "5"],
 }
@@ -87,6 +88,7 @@ GOOD: dict[str, list[object]] = {
     "min_tokens": [0, 2**31 - 1],
     "include_stop_str_in_output": [True, False],
     "skip_special_tokens": [True, False],
+    "keep_special_tokens": [(), [1, 2], (0,), frozenset([3])],
     "logprobs": [None, 0, 20],
     "prompt_logprobs": [None, 0, 20],
 }

@@ -18,6 +18,7 @@ from trio_llm.engine.registry import Registry
 from trio_llm.engine.simulation import ByteTokenizer, FakeModel, open_simulation
 from trio_llm.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, QueueFull
 from trio_llm.prompt.chat_template import Conversation
+from trio_llm.prompt.truncation import Dropped, Truncation
 
 OpenFake = Callable[..., AbstractAsyncContextManager[Engine]]
 
@@ -169,6 +170,28 @@ async def test_registry() -> None:
         with pytest.raises(ModelNotFound):
             del registry["a"]
         assert registry.items() == [("b", engine)]
+
+
+async def test_a_prompt_that_is_too_long_can_be_cut(open_fake: OpenFake) -> None:
+    async with open_fake(max_model_len=100) as engine:
+        messages = [{"role": "user", "content": "x" * 60}, {"role": "user", "content": "y" * 30}]
+        fitting = Truncation("last_tokens", max_prompt_tokens=5)
+        async with engine.generate([7, 6, 5, 4, 3, 2, 1], truncation=fitting, max_tokens=1) as generation:
+            assert generation.prompt_token_ids == [5, 4, 3, 2, 1]
+            assert generation.dropped == Dropped(0, 2)
+        for prompt in (messages, Conversation(messages)):
+            assert isinstance(await refused(engine, prompt), ContextLengthExceeded)
+            async with engine.generate(prompt, truncation=Truncation()) as generation:
+                assert bytes(generation.prompt_token_ids) == f"user: {'y' * 30}\nassistant: ".encode()
+                assert generation.dropped == Dropped(1, 67)
+        async with engine.generate(messages[1:], truncation=Truncation()) as generation:
+            assert generation.dropped is None
+        error = await refused(engine, messages, truncation=Truncation(), max_tokens=60)
+        assert isinstance(error, ContextLengthExceeded)
+        assert error.field == "prompt"
+        assert (await refused(engine, messages, truncation=Truncation(), max_tokens=100)).field == "max_tokens"
+        assert (await refused(engine, ["a"], truncation=Truncation())).field == "prompt"
+        assert engine.statistics().num_requests == 0
 
 
 class SlowTokenizer(ByteTokenizer):

@@ -138,6 +138,18 @@ def test_real_kinds_random_ids(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
+@given(data=st.data())
+def test_some_special_tokens_can_be_kept(kind: str, data: st.DataObject) -> None:
+    tokenizer = trained(kind)
+    output = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=40))
+    decoder = TokenDecoder(tokenizer, keep=[1])
+    assert decoder.vanishing_ids == {0, 2}
+    expected = tokenizer.decode([token for token in output if token not in (0, 2)], skip_special_tokens=False)
+    assert "".join(pieces(decoder, [], output)) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_kinds_are_what_they_say(kind: str) -> None:
     decoder = TokenDecoder(trained(kind))
     assert bool(decoder.byte_ids) == (kind in ("llama", "gemma"))

@@ -123,7 +123,7 @@ def _as_strings(value: Any) -> Any:
 
 
 def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list | tuple) else value
+    return tuple(value) if isinstance(value, list | tuple | set | frozenset) else value
 
 
 def _pairs(value: Any) -> Any:
@@ -274,6 +274,8 @@ class SamplingParams:
     form allows nothing more, neither `min_tokens` nor `ignore_eos` nor `allowed_token_ids` keeps it going."""
     skip_special_tokens: bool = attrs.field(default=True, validator=_boolean)
     """Leave the tokenizer's special tokens out of the text."""
+    keep_special_tokens: tuple[int, ...] = attrs.field(default=(), converter=_tuple, validator=_token_ids)
+    """Special tokens that stay in the text even so: markers that a parser of the text needs."""
     logprobs: int | None = attrs.field(default=None, validator=Integer(0, MAX_LOGPROBS))
     """Give each token's log-probability, and those of so many of the likeliest tokens beside it.
 

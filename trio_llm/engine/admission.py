@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import trio
 
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.errors import ContextLengthExceeded, InvalidRequest
-from trio_llm.prompt.chat_template import Conversation, as_conversation, encode_prompt, render_chat
+from trio_llm.prompt.chat_template import Conversation, encode_prompt, render_chat
+from trio_llm.prompt.truncation import Dropped, Room, Truncation, tokenize_to_fit
 
 T = TypeVar("T")
 
@@ -60,13 +62,32 @@ async def tokenize(tokenizer: Any, prompt: Prompt, limiter: trio.CapacityLimiter
     Raises:
         InvalidRequest: the prompt is none of these, or the chat template refuses it.
     """
+    prompt = _as_prompt(prompt)
     if isinstance(prompt, str):
         return await _in_thread(encode_prompt, tokenizer, prompt, limiter)
     if isinstance(prompt, Conversation):
         return await _in_thread(render_chat, tokenizer, prompt, limiter)
+    return prompt
+
+
+async def tokenize_truncated(
+    tokenizer: Any, prompt: Prompt, truncation: Truncation, room: Room, limiter: trio.CapacityLimiter
+) -> tuple[list[int], Dropped | None]:
+    """`tokenize`, cutting what is too long.
+
+    Raises:
+        ContextLengthExceeded: what must stay of it is too long.
+    """
+    cut = partial(tokenize_to_fit, tokenizer, _as_prompt(prompt), truncation, room)
+    return await trio.to_thread.run_sync(cut, abandon_on_cancel=True, limiter=limiter)
+
+
+def _as_prompt(prompt: Prompt) -> str | list[int] | Conversation:
+    if isinstance(prompt, str | Conversation):
+        return prompt
     items: list[Any] = list(prompt)
     if items and isinstance(items[0], Mapping):
-        return await _in_thread(render_chat, tokenizer, as_conversation(items), limiter)
+        return Conversation(items)
     if not all(type(token) is int for token in items):
         raise InvalidRequest("a prompt is a text, token ids, or messages", field="prompt")
     return items

@@ -7,8 +7,10 @@ byte-fallback tokens) is found out once, by `TokenDecoder`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
+
+from trio_llm.prompt.vocabulary import special_token_ids
 
 REPLACEMENT = "\ufffd"
 """What an incomplete or wrong byte sequence decodes to."""
@@ -26,14 +28,18 @@ class TokenDecoder:
     Args:
         tokenizer: anything with `decode(ids, skip_special_tokens=...)`.
         skip_special_tokens: leave special tokens out of the text.
+        keep: special tokens that are text even so.
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True, keep: Collection[int] = ()) -> None:
         self._decode = tokenizer.decode
         self._skip_special_tokens = skip_special_tokens
-        special = getattr(tokenizer, "all_special_ids", ())
-        self.vanishing_ids = frozenset(token for token in special if self.decode([token]) == "")
+        special = special_token_ids(tokenizer)
+        self.vanishing_ids = frozenset(token for token in special if self.decode([token]) == "").difference(keep)
         """Special tokens that are no text: those that skip_special_tokens leaves out."""
+        if keep:
+            # decode() leaves out all or none, so those that vanish must not be given to it
+            self._skip_special_tokens = False
         self.byte_ids = self._find_byte_ids(tokenizer)
         """SentencePiece's byte-fallback tokens, if it has any."""
 

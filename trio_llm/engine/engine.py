@@ -28,6 +28,7 @@ from trio_llm.engine.statistics import Counters, Observer, Statistics
 from trio_llm.engine.token_bytes import TokenBytes
 from trio_llm.engine.worker import Add, Command, Drive, Report, Settle, Stop, Worker, drive_in_thread
 from trio_llm.errors import EngineDead, InvalidRequest, QueueFull, ReaderStalled, RequestFailed, ShuttingDown
+from trio_llm.prompt.truncation import Room, Truncation, room_for
 
 TOKENIZER_THREADS = 2
 """Prompts that are tokenised at once; long ones take seconds, and memory."""
@@ -35,6 +36,9 @@ TOKENIZER_THREADS = 2
 logger = structlog.get_logger(__name__)
 
 State = Literal["ready", "draining", "stuck", "dead"]
+
+_Shown = tuple[bool, frozenset[int]]
+"""Which special tokens the text has: whether they are left out, and those that are not."""
 
 
 @asynccontextmanager
@@ -129,11 +133,8 @@ class Engine:
     """Of the model, without the imports."""
     import_seconds: float
     """Of the libraries that loading needs, if they were not there already."""
-    _decoder: TokenDecoder
-    _plain_decoder: TokenDecoder | None
-    """Keeps special tokens; made when first needed."""
-    _token_bytes: dict[bool, TokenBytes]
-    """By skip_special_tokens; each made when first needed."""
+    _decoders: dict[_Shown, TokenDecoder]
+    _token_bytes: dict[_Shown, TokenBytes]
 
     def __init__(self, load: Load, settings: EngineSettings, name: str | None, **worker_options: Any) -> None:
         self.settings = settings
@@ -173,6 +174,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        truncation: Truncation | None = None,
         **fields: Any,
     ) -> Generation:
         """A request, which starts when the Generation is entered with `async with`.
@@ -185,13 +187,22 @@ class Engine:
             priority: lower runs first.
             cache_salt: only requests with the same salt share KV blocks; without sharing
                 nobody can tell from the time to a first token what another has asked.
+            truncation: how to cut a prompt that is too long; by default it is refused.
 
         Raises:
             InvalidRequest: a parameter is out of its range.
         """
         params = attrs.evolve(params or SamplingParams(), **fields)
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
-        return Generation(self, prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        return Generation(
+            self,
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            truncation=truncation,
+        )
 
     def abort(self, request_id: str) -> bool:
         """End a request as `Generation.abort` does; False if none of that id is in flight."""
@@ -309,18 +320,27 @@ class Engine:
             )
         )
 
+    def _room_for(self, truncation: Truncation, max_tokens: int | None) -> Room:
+        return room_for(
+            truncation,
+            max_model_len=self.max_model_len,
+            max_tokens=max_tokens,
+            max_characters=self._max_characters,
+        )
+
     def _decoder_for(self, params: SamplingParams) -> TokenDecoder:
-        if params.skip_special_tokens:
-            return self._decoder
-        if self._plain_decoder is None:
-            self._plain_decoder = TokenDecoder(self.tokenizer, skip_special_tokens=False)
-        return self._plain_decoder
+        shown = _shown(params)
+        known = self._decoders.get(shown)
+        if known is None:
+            skip, keep = shown
+            known = self._decoders[shown] = TokenDecoder(self.tokenizer, skip_special_tokens=skip, keep=keep)
+        return known
 
     def _token_bytes_for(self, params: SamplingParams) -> TokenBytes:
-        known = self._token_bytes.get(params.skip_special_tokens)
+        shown = _shown(params)
+        known = self._token_bytes.get(shown)
         if known is None:
-            known = TokenBytes(self.tokenizer, self._decoder_for(params))
-            self._token_bytes[params.skip_special_tokens] = known
+            known = self._token_bytes[shown] = TokenBytes(self.tokenizer, self._decoder_for(params))
         return known
 
     def _post(self, command: Command) -> None:
@@ -346,9 +366,8 @@ class Engine:
         self.eos_token_ids = frozenset(model.eos_token_ids)
         self.max_model_len = min(limits + ([self.settings.max_model_len] if self.settings.max_model_len else []))
         self.vocab_size = core.executor.info.vocab_size
-        self._decoder = TokenDecoder(model.tokenizer)
+        self._decoders = {_shown(SamplingParams()): TokenDecoder(model.tokenizer)}
         self._max_characters = self.max_model_len * longest_token(model.tokenizer)
-        self._plain_decoder = None
         self._token_bytes = {}
         return core
 
@@ -453,6 +472,10 @@ class Engine:
     def _raise_if_dead(self) -> None:
         if self._death is not None:
             raise _dead(self._death.message, self._death.__cause__)
+
+
+def _shown(params: SamplingParams) -> _Shown:
+    return params.skip_special_tokens, frozenset(params.keep_special_tokens if params.skip_special_tokens else ())
 
 
 def _dead(message: str, cause: BaseException | None) -> EngineDead:

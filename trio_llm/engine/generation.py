@@ -22,11 +22,12 @@ import trio
 from trio_llm.core.request import FinishReason
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.core.step import SequenceOutput, TokenLogprobs
-from trio_llm.engine.admission import Prompt, check_length, tokenize, tokenize_bad_words
+from trio_llm.engine.admission import Prompt, check_length, tokenize, tokenize_bad_words, tokenize_truncated
 from trio_llm.engine.detokenizer import Detokenizer, StopMatcher, TokenDecoder
 from trio_llm.engine.token_bytes import TokenBytes
 from trio_llm.engine.worker import Acknowledge, Finish
 from trio_llm.errors import TrioLLMError
+from trio_llm.prompt.truncation import Dropped, Truncation
 
 if TYPE_CHECKING:
     from trio_llm.engine.engine import Engine
@@ -203,12 +204,15 @@ class Generation:
         request_id: str,
         priority: int,
         cache_salt: str,
+        truncation: Truncation | None = None,
     ) -> None:
         self.request_id = request_id
         self.priority = priority
         self.cache_salt = cache_salt
         self.prompt_token_ids: list[int] = []
         """Known once the block is entered."""
+        self.dropped: Dropped | None = None
+        """What `truncation` took from the prompt; None if nothing.  Known once the block is entered."""
         self.params = params
         """Resolved (no None left) once the block is entered."""
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -221,6 +225,7 @@ class Generation:
         """The core's name for it, never used again; empty until it is admitted."""
         self._engine = engine
         self._prompt = prompt
+        self._truncation = truncation
         self._tracks: list[_Track] = []
         self._send: trio.MemorySendChannel[Delta] | None = None
         self._receive: trio.MemoryReceiveChannel[Delta] | None = None
@@ -247,8 +252,15 @@ class Generation:
         self._send, self._receive = trio.open_memory_channel(capacity)
         try:
             limiter = engine._tokenizing
-            check_length(self._prompt, engine._max_characters, max_model_len=engine.max_model_len)
-            prompt_token_ids = await tokenize(engine.tokenizer, self._prompt, limiter)
+            truncation = self._truncation
+            if truncation is None:
+                check_length(self._prompt, engine._max_characters, max_model_len=engine.max_model_len)
+                prompt_token_ids = await tokenize(engine.tokenizer, self._prompt, limiter)
+            else:
+                room = engine._room_for(truncation, self.params.max_tokens)
+                prompt_token_ids, self.dropped = await tokenize_truncated(
+                    engine.tokenizer, self._prompt, truncation, room, limiter
+                )
             bad_words = await tokenize_bad_words(engine.tokenizer, self.params.bad_words, limiter)
             if self._failure is not None:
                 raise self._failure

@@ -12,7 +12,7 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
     More than the tokenizer's `all_special_ids`, which are only those that have a role.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(tokenizer.all_special_ids) | {token for token, how in added.items() if how.special}
+    return frozenset(getattr(tokenizer, "all_special_ids", ())) | {token for token, how in added.items() if how.special}
 
 
 def marker_tokens(tokenizer: Any, markers: Collection[str]) -> dict[str, int]:
