@@ -37,6 +37,9 @@ class EngineSettings:
     """Sequences in one step."""
     max_num_batched_tokens: int = 512
     """Token budget of one step."""
+    max_num_mixed_prompt_tokens: int | None = 128
+    """Of these, what prompts may have in a step in which other sequences decode: fewer let those keep their pace,
+    more bring the prompt to its first token sooner.  None is all."""
     block_size: int | None = None
     """Tokens in a KV block; None lets the attention backend choose."""
     enable_prefix_caching: bool = True
@@ -77,6 +80,7 @@ class EngineSettings:
             "max_model_len",
             "max_num_seqs",
             "max_num_batched_tokens",
+            "max_num_mixed_prompt_tokens",
             "block_size",
             "kv_cache_memory",
             "max_num_queued_tokens",

@@ -70,6 +70,38 @@ def test_a_prompt_beside_a_full_batch_of_decodes_waits_as_long_as_it_is(length: 
     assert steps_until(core, "x", 100) <= math.ceil(length / (B - S + 1))
 
 
+@pytest.mark.parametrize("piece", [1, 3, 8, 100])
+@pytest.mark.parametrize("num_prompts", [1, 2, 4])
+def test_who_decodes_waits_for_no_more_than_a_piece_of_a_prompt(piece: int, num_prompts: int) -> None:
+    """Prompts have at most P tokens of a step in which others decode, and the first of them as many if they fit."""
+    executor = FaultyExecutor(num_blocks=400, block_size=4, max_model_len=300)
+    core = make_core(
+        executor,
+        max_num_seqs=S,
+        max_num_batched_tokens=B,
+        max_num_mixed_prompt_tokens=piece,
+        enable_prefix_caching=False,
+    )
+    decoding = {add(core, name, 1, 250).sequences[0].id for name in "ab"}
+    while len(step(core)) < 2:
+        pass
+    num_before = len(executor.plans)
+    for name in "wxyz"[:num_prompts]:
+        add(core, name, 60, 1)
+    assert steps_until(core, "w", 100) <= math.ceil(60 / min(piece, B - S + 1))
+    for plan in executor.plans[num_before:]:
+        # a prompt's last token is decoding already
+        assert sum(len(row.token_ids) for row in plan.rows if len(row.token_ids) > 1) <= piece
+        assert decoding <= {row.sequence_id for row in plan.rows}
+
+
+def test_nobody_decodes_so_prompts_have_it_all() -> None:
+    executor = FaultyExecutor(num_blocks=400, block_size=4, max_model_len=300)
+    core = make_core(executor, max_num_seqs=S, max_num_batched_tokens=B, max_num_mixed_prompt_tokens=2)
+    add(core, "x", 10 * B, 1)
+    assert steps_until(core, "x", 11) == 10
+
+
 def test_prompts_take_turns_in_their_order() -> None:
     """Who comes behind other prompts waits for these and itself, whatever decodes meanwhile."""
     core = roomy()

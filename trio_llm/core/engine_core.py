@@ -37,6 +37,7 @@ class EngineCore:
             BlockPool(info.num_blocks, info.block_size),
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_mixed_prompt_tokens=settings.max_num_mixed_prompt_tokens,
             max_model_len=self.max_model_len,
             credit_window=settings.credit_window,
             prefix_caching=settings.enable_prefix_caching,

@@ -6,9 +6,10 @@ Only update() moves counters, so a step that raised leaves nothing to undo.
 The order is the same everywhere: priority, then arrival, then choice.  It decides who is
 admitted first and, read backwards, who is preempted first, so the first of all can always
 finish and there is no deadlock.  In a step, sequences with one token to go come before
-those with a prompt to go: a long prompt cannot starve who is decoding, and since the
-budget is above the number of sequences, who is decoding cannot starve a prompt.  Drafts come
-last: they take only budget and blocks that nobody else wants in this step.
+those with a prompt to go: a long prompt cannot starve who is decoding, nor slow it by much, since beside it
+prompts come in small pieces; and since the budget is above the number of sequences, who is decoding
+cannot starve a prompt.  Drafts come last: they take only budget and blocks that nobody else wants
+in this step.
 
 Blocks are shared in two ways.  A full block can be found by its content when a sequence is
 admitted (prefix caching).  And the choices of one request share its prompt: the first
@@ -46,6 +47,7 @@ class Scheduler:
         pool: the KV blocks.
         max_num_seqs: rows in a step.
         max_num_batched_tokens: token budget of a step, above max_num_seqs.
+        max_num_mixed_prompt_tokens: of these, what prompts may have where others decode; None is all.
         max_model_len: tokens of a sequence, prompt and output.
         credit_window: output tokens a sequence may be ahead of its reader.
         prefix_caching: let full blocks be found by their content.
@@ -59,6 +61,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         credit_window: int,
+        max_num_mixed_prompt_tokens: int | None = None,
         prefix_caching: bool = True,
     ) -> None:
         self.pool = pool
@@ -66,6 +69,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_step_tokens = max_num_batched_tokens
         """The budget of the next step: less than the above while memory is short."""
+        self.max_num_mixed_prompt_tokens = max_num_mixed_prompt_tokens or max_num_batched_tokens
         self.max_model_len = max_model_len
         self.credit_window = credit_window
         self.prefix_cache = PrefixCache(pool, enabled=prefix_caching)
@@ -170,33 +174,41 @@ class Scheduler:
         decoding = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens == 1]
         # a row is kept for a prompt; the only row there is goes to the first of all, whatever it does
         candidates = decoding[: max_rows - bool(prefilling)] + prefilling if max_rows > 1 else ready[:1]
+        # who decodes waits for the whole step, so prompts beside it come in small pieces
+        prompt_budget = min(budget, self.max_num_mixed_prompt_tokens) if decoding else budget
         for sequence in candidates:
-            if budget == 0 or len(rows) == max_rows:
+            is_prompt = sequence.num_tokens - sequence.num_computed_tokens > 1
+            limit = min(budget, prompt_budget) if is_prompt else budget
+            if limit == 0 or len(rows) == max_rows:
                 break
             while sequence.status is Status.RUNNING:
-                row = self._reserve(sequence, budget)
+                row = self._reserve(sequence, limit)
                 if row is not None:
                     rows[sequence.id] = row
                     budget -= len(row.token_ids)
+                    prompt_budget -= len(row.token_ids) if is_prompt else 0
                     break
                 victim = self._victim()
                 # to take from a paused one costs nobody a turn: whether it is there changes nothing for the others
                 may_admit = may_admit and self._is_paused(victim)
                 lost = rows.pop(victim.id, None)
-                budget += len(lost.token_ids) if lost else 0
+                num_lost = len(lost.token_ids) if lost else 0
+                budget += num_lost
+                prompt_budget += num_lost if num_lost > 1 else 0
                 self._preempt(victim)
 
-        while may_admit and budget > 0 and len(rows) < max_rows:
+        while may_admit and (limit := min(budget, prompt_budget)) > 0 and len(rows) < max_rows:
             newcomer = self._first_waiting()
             if newcomer is None:
                 break
             copies = self._admit(newcomer)
             if copies is None:
                 break
-            row = self._reserve(newcomer, budget, copies)
+            row = self._reserve(newcomer, limit, copies)
             assert row is not None, "room was made for it"
             rows[newcomer.id] = row
             budget -= len(row.token_ids)
+            prompt_budget -= len(row.token_ids)
         if draft is not None:
             self._draft(list(rows.values()), budget, draft)
         for row in list(rows.values()):
