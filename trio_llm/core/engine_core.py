@@ -14,7 +14,7 @@ from trio_llm.core.request import FinishReason, Request, Sequence
 from trio_llm.core.scheduler import Scheduler
 from trio_llm.core.speculation import Speculation, speculation_for
 from trio_llm.core.step import CoreStatistics, Row, SamplingTask, SequenceOutput, StepPlan
-from trio_llm.errors import ContextLengthExceeded, RequestFailed
+from trio_llm.errors import ContextLengthExceeded, RequestFailed, TrioLLMError
 
 logger = structlog.get_logger(__name__)
 
@@ -77,7 +77,12 @@ class EngineCore:
         prompt_token_ids = tuple(request.prompt_token_ids)
         for sequence in self.scheduler.add(request):
             task = SamplingTask(
-                request.params, sequence.index, prompt_token_ids, request.eos_token_ids, request.bad_words
+                request.params,
+                sequence.index,
+                prompt_token_ids,
+                request.eos_token_ids,
+                request.bad_words,
+                request.grammar,
             )
             self.executor.admit(sequence.id, task)
             if self.speculation is not None:
@@ -192,8 +197,13 @@ class EngineCore:
         # no traceback: renderers that show local variables would show the prompt
         logger.error("sequence failed", request_id=sequence.request.id, index=sequence.index, error=repr(error))
         self.scheduler.finish(sequence)
-        failure = RequestFailed(f"the request failed in the engine: {type(error).__name__}")
-        failure.__cause__ = error
+        failure = (
+            error
+            if isinstance(error, TrioLLMError)
+            else RequestFailed(f"the request failed in the engine: {type(error).__name__}")
+        )
+        if failure is not error:
+            failure.__cause__ = error
         return SequenceOutput(sequence.request.id, sequence.index, (), FinishReason.ERROR, failure)
 
     def _forget_finished(self, request: Request) -> None:

@@ -6,7 +6,9 @@ together, in a number of operations that depends neither on the rows nor on the 
 only the logits of tokens that are named, or that occurred, are touched.
 
 The order is that of transformers' generate: logit_bias, repetition penalty (then the two
-that transformers does not have), bad words, min_tokens, allowed tokens.
+that transformers does not have), bad words, min_tokens, allowed tokens.  A grammar comes
+last, and takes the three before it into its mask: so it is known at once when together
+they leave no token, or none but the end.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trio_llm.core.grammar import GrammarState, Words, without, words_of
 from trio_llm.core.step import SamplingTask
+from trio_llm.errors import RequestFailed
 
 Ids = npt.NDArray[np.int64]
 
@@ -113,6 +117,8 @@ class Edits:
     """Of each row of `counted`: repetition, presence and frequency penalty."""
     banned: _Cells = attrs.field(factory=_Cells)
     allowed: _Cells = attrs.field(factory=_Cells)
+    masks: dict[int, Words] = attrs.field(factory=dict)
+    """By row: the only tokens that stay, as bits."""
 
     def apply(self, logits: Tensor) -> None:
         """Change `logits` (rows, vocab) in place."""
@@ -129,6 +135,15 @@ class Edits:
             kept = logits[index]
             logits[torch.tensor(self.allowed.rows, dtype=torch.int64, device=device)] = -torch.inf
             logits[index] = kept
+        if self.masks:
+            rows = torch.tensor(list(self.masks), dtype=torch.int64, device=device)
+            logits[rows] = logits[rows].masked_fill_(self._masked(logits.shape[-1], device), -torch.inf)
+
+    def _masked(self, vocab_size: int, device: torch.device) -> Tensor:
+        """The tokens that do not stay, (masks, vocab)."""
+        words = torch.from_numpy(np.stack(list(self.masks.values())).view(np.int32)).to(device)
+        bits = torch.ones(32, dtype=torch.int32, device=device) << torch.arange(32, dtype=torch.int32, device=device)
+        return (words[:, :, None] & bits).eq_(0).flatten(1)[:, :vocab_size].bool()
 
     def _penalised(self, values: Tensor, rows: Tensor) -> Tensor:
         device = values.device
@@ -163,6 +178,11 @@ class Rewriter:
         self._bad_words = BadWords(task.bad_words) if task.bad_words else None
         self._factors = (params.repetition_penalty or 1.0, params.presence_penalty, params.frequency_penalty)
         self._counts = TokenCounts(task.prompt_token_ids) if self._factors != (1.0, 0.0, 0.0) else None
+        self._grammar = None if task.grammar is None else task.grammar.start()
+        self._ignores_eos = params.ignore_eos
+        self._allowed_words: Words | None = None
+        if task.grammar is not None and params.allowed_token_ids is not None:
+            self._allowed_words = words_of(params.allowed_token_ids, len(task.grammar.vocabulary) * 32)
 
     @staticmethod
     def needed(task: SamplingTask) -> bool:
@@ -176,6 +196,7 @@ class Rewriter:
             or params.frequency_penalty
             or (params.repetition_penalty or 1.0) != 1.0
             or task.bad_words
+            or task.grammar
         )
 
     def push(self, token: int) -> None:
@@ -183,26 +204,65 @@ class Rewriter:
         self._tokens.append(token)
         if self._counts is not None:
             self._counts.push(token)
+        if self._grammar is not None:
+            self._grammar.push(token)
 
     def rewind(self, num_outputs: int) -> None:
-        """Forget all after the first `num_outputs` tokens of the output: they were drafts, or a step that failed."""
-        while len(self._tokens) - self._num_prompt > num_outputs:
+        """Forget all after the first `num_outputs` tokens of the output: they were drafts, or a step that failed.
+
+        Raises:
+            RequestFailed: the grammar broke, or the output is not the grammar's.
+        """
+        num_wrong = len(self._tokens) - self._num_prompt - num_outputs
+        assert num_wrong >= 0, "a token of the output was not seen"
+        for _ in range(num_wrong):
             token = self._tokens.pop()
             if self._counts is not None:
                 self._counts.pop(token)
-        assert len(self._tokens) - self._num_prompt == num_outputs, "a token of the output was not seen"
+        if self._grammar is not None:
+            self._grammar.pop(num_wrong)
+            if self._grammar.is_outside:
+                raise self._grammar.failure()
 
     def edit(self, row: int, edits: Edits) -> None:
-        """Say what is to be done to a row of logits that comes after the tokens so far."""
+        """Say what is to be done to a row of logits that comes after the tokens so far.
+
+        Raises:
+            RequestFailed: the grammar broke, or leaves no token together with what else is asked.
+        """
         edits.biased.add(row, self._bias_ids, self._biases)
         if self._counts is not None:
             edits.counted.add(row, *self._counts.snapshot())
             edits.factors[row] = self._factors
-        if self._bad_words is not None:
-            edits.banned.add(row, _array(self._bad_words.completed_after(self._tokens)))
-        if len(self._tokens) - self._num_prompt < self._min_tokens:
+        banned = _array(() if self._bad_words is None else self._bad_words.completed_after(self._tokens))
+        is_early = len(self._tokens) - self._num_prompt < self._min_tokens
+        if self._grammar is not None:
+            if (
+                not self._grammar.is_outside
+            ):  # else a draft before it is not the grammar's: what comes here is not taken
+                edits.masks[row] = self._mask(self._grammar, banned, may_end=not is_early and not self._ignores_eos)
+            return
+        edits.banned.add(row, banned)
+        if is_early:
             edits.banned.add(row, self._end_ids)
         edits.allowed.add(row, self._allowed_ids)
+
+    def _mask(self, state: GrammarState, banned: Ids, *, may_end: bool) -> Words:
+        """The tokens that the grammar allows and nothing else forbids.
+
+        Where no other is left, the end tokens may come: the grammar knows best when its text is complete.
+        """
+        allowed = state.allowed()
+        left = allowed if self._allowed_words is None else allowed & self._allowed_words
+        left = without(left, banned)
+        if not may_end and (later := without(left, self._end_ids)).any():
+            return later
+        if not left.any():
+            left = allowed & state.grammar.ends
+        if not left.any():
+            message = "structured_output and what else is asked (allowed_token_ids, bad_words) leave no token to choose"
+            raise RequestFailed(message, field="structured_output")
+        return left
 
 
 def _array(ids: Iterable[int]) -> Ids:

@@ -12,6 +12,7 @@ from trio_llm.core.block_pool import BlockHash
 from trio_llm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from trio_llm.core.grammar import Grammar
     from trio_llm.core.step import TokenLogprobs
 
 
@@ -97,7 +98,7 @@ class Request:
         id: unique in the engine.
         prompt_token_ids: at least one.
         params: resolved (no None left).
-        eos_token_ids: tokens that end a choice, already empty under `ignore_eos`.
+        eos_token_ids: tokens that end a choice, already empty under `ignore_eos` unless a grammar ends it.
         priority: lower runs first.
     """
 
@@ -110,6 +111,8 @@ class Request:
     """Only requests with the same salt share blocks."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The params' bad words as tokens."""
+    grammar: Grammar | None = None
+    """The params' structured output, compiled."""
     arrival: int = 0
     """This and what follows is the scheduler's."""
     sequences: list[Sequence] = attrs.field(factory=list)

@@ -70,7 +70,7 @@ def _sample_random(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], t
         values, ids = logits[few].topk(max(top_k[row] for row in few) + 1)
         last = values.gather(-1, _column(values, [top_k[row] - 1 for row in few], torch.int64))
         # ties with the last of the top k stay, as in transformers; where they may reach further, all is looked at
-        reaches = (values[:, -1:] >= last).squeeze(-1).tolist()
+        reaches = ((values[:, -1:] >= last) & (last > float("-inf"))).squeeze(-1).tolist()
         wide = sorted(wide + [row for row, further in zip(few, reaches, strict=True) if further])
         chosen = _race(values.masked_fill(values < last, float("-inf")), ids, [draws[row] for row in few])
         tokens[few] = ids.gather(-1, chosen[:, None]).squeeze(-1)

@@ -188,7 +188,8 @@ class StructuredOutput:
         schema = self._parsed()
         if not isinstance(schema, dict):
             raise _bad_structure(f"of the kind json_schema must be a JSON object, got {_short(schema)}")
-        depth, level = 0, [schema]
+        depth = 0
+        level: list[Any] = [schema]
         while level:
             depth += 1
             if depth > MAX_SCHEMA_DEPTH:

@@ -309,6 +309,9 @@ class Scheduler:
             may_end = sequence.num_output_tokens + len(tokens) > request.params.min_tokens
             if may_end and (token in request.eos_token_ids or token in request.params.stop_token_ids):
                 return tokens, FinishReason.STOP
+            if request.grammar is not None and token in request.eos_token_ids:
+                # it comes only where the text is complete, and may be the only one that can
+                return tokens, FinishReason.STOP
             if len(tokens) >= room:
                 return tokens, FinishReason.LENGTH
         return tokens, None

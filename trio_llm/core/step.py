@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import attrs
 
 from trio_llm.core.request import FinishReason
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.errors import TrioLLMError
+
+if TYPE_CHECKING:
+    from trio_llm.core.grammar import Grammar
 
 
 @attrs.frozen
@@ -24,6 +28,8 @@ class SamplingTask:
     """Tokens that end it."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The params' bad words as tokens."""
+    grammar: Grammar | None = None
+    """The params' structured output, compiled."""
 
 
 @attrs.frozen

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
-from trio_llm.core.sampling_params import SamplingParams
-from trio_llm.errors import ContextLengthExceeded, InvalidRequest
+from trio_llm.core.sampling_params import SamplingParams, StructuredOutput
+from trio_llm.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from trio_llm.prompt.chat_template import Conversation, encode_prompt, render_chat
 from trio_llm.prompt.truncation import Dropped, Room, Truncation, tokenize_to_fit
+
+if TYPE_CHECKING:
+    from trio_llm.core.grammar import Grammar, GrammarCompiler
+
+COMPILE_TIMEOUT = 10.0
+"""Seconds that a structured output may take to compile, waiting for others included."""
 
 T = TypeVar("T")
 
@@ -108,6 +114,42 @@ def _encode_words(tokenizer: Any, words: Iterable[str]) -> list[tuple[int, ...]]
             found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
     found.pop((), None)
     return list(found)
+
+
+async def compile_grammar(
+    compiler: GrammarCompiler, structure: StructuredOutput | None, limiter: trio.CapacityLimiter
+) -> Grammar | None:
+    """What a structured output becomes; compiled in a worker thread unless it was lately.
+
+    A caller that is cancelled, or has waited for too long, leaves the thread to end alone, and what
+    it makes to the next who asks for it.
+
+    Args:
+        limiter: of the threads.
+
+    Raises:
+        InvalidRequest: it cannot be compiled, or takes too long.
+        QueueFull: others did not leave the time to begin with it.
+    """
+    if structure is None:
+        return None
+    known = compiler.find(structure)
+    if known is not None:
+        return known
+    began = False
+
+    def compile_() -> Grammar:
+        nonlocal began
+        began = True
+        return compiler.compile(structure)
+
+    with trio.move_on_after(COMPILE_TIMEOUT):
+        return await trio.to_thread.run_sync(compile_, abandon_on_cancel=True, limiter=limiter)
+    limit = COMPILE_TIMEOUT
+    if began:
+        message = f"structured_output is too complex: to compile it takes more than {limit:g} seconds"
+        raise InvalidRequest(message, field="structured_output", limit=limit)
+    raise QueueFull(f"structured outputs of other requests took more than {limit:g} seconds to compile", limit=limit)
 
 
 async def _in_thread(

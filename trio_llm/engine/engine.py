@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import structlog
@@ -30,8 +30,14 @@ from trio_llm.engine.worker import Add, Command, Drive, Report, Settle, Stop, Wo
 from trio_llm.errors import EngineDead, InvalidRequest, QueueFull, ReaderStalled, RequestFailed, ShuttingDown
 from trio_llm.prompt.truncation import Room, Truncation, room_for
 
+if TYPE_CHECKING:
+    from trio_llm.core.grammar import Grammar, GrammarCompiler
+
 TOKENIZER_THREADS = 2
 """Prompts that are tokenised at once; long ones take seconds, and memory."""
+
+COMPILER_THREADS = 2
+"""Structured outputs that are compiled at once."""
 
 logger = structlog.get_logger(__name__)
 
@@ -135,6 +141,7 @@ class Engine:
     """Of the libraries that loading needs, if they were not there already."""
     _decoders: dict[_Shown, TokenDecoder]
     _token_bytes: dict[_Shown, TokenBytes]
+    _compiler: GrammarCompiler
 
     def __init__(self, load: Load, settings: EngineSettings, name: str | None, **worker_options: Any) -> None:
         self.settings = settings
@@ -150,6 +157,7 @@ class Engine:
         self._num_choices = 0
         """In flight, those included whose prompt is being tokenised."""
         self._tokenizing = trio.CapacityLimiter(TOKENIZER_THREADS)
+        self._compiling = trio.CapacityLimiter(COMPILER_THREADS)
         self._num_queued_tokens = 0
         """Prompt tokens of those that wait for their first token."""
         self._settling: set[trio.Event] = set()
@@ -285,7 +293,11 @@ class Engine:
         self._by_core_id.pop(generation.core_id, None)
 
     def _admit(
-        self, generation: Generation, prompt_token_ids: list[int], bad_words: tuple[tuple[int, ...], ...]
+        self,
+        generation: Generation,
+        prompt_token_ids: list[int],
+        bad_words: tuple[tuple[int, ...], ...],
+        grammar: Grammar | None,
     ) -> None:
         """Pass a request whose tokens are known on to the core, or raise."""
         self._raise_if_dead()
@@ -305,7 +317,8 @@ class Engine:
         self._by_core_id[core_id] = generation
         self._num_queued_tokens += len(prompt_token_ids)
         self._counters.admitted += 1
-        eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+        # a text that is complete ends, also for those who ignore end tokens
+        eos_token_ids = frozenset() if params.ignore_eos and grammar is None else self.eos_token_ids
         self._post(
             Add(
                 Request(
@@ -316,6 +329,7 @@ class Engine:
                     generation.priority,
                     generation.cache_salt,
                     bad_words,
+                    grammar,
                 )
             )
         )
@@ -356,6 +370,8 @@ class Engine:
 
     def _load_core(self) -> EngineCore:
         """In the worker's thread, before anybody else sees the engine."""
+        from trio_llm.core.grammar import GrammarCompiler  # imports numpy
+
         model, core = self._load()
         limits = [model.max_model_len, core.max_total_tokens]
         self.name = self._name or model.name
@@ -369,6 +385,7 @@ class Engine:
         self._decoders = {_shown(SamplingParams()): TokenDecoder(model.tokenizer)}
         self._max_characters = self.max_model_len * longest_token(model.tokenizer)
         self._token_bytes = {}
+        self._compiler = GrammarCompiler(model.tokenizer, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids)
         return core
 
     def _deliver(self, report: Report) -> None:

@@ -22,7 +22,7 @@ import trio
 from trio_llm.core.request import FinishReason
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.core.step import SequenceOutput, TokenLogprobs
-from trio_llm.engine.admission import Prompt, check_length, tokenize, tokenize_bad_words, tokenize_truncated
+from trio_llm.engine.admission import Prompt, check_length, compile_grammar, tokenize, tokenize_bad_words, tokenize_truncated
 from trio_llm.engine.detokenizer import Detokenizer, StopMatcher, TokenDecoder
 from trio_llm.engine.token_bytes import TokenBytes
 from trio_llm.engine.worker import Acknowledge, Finish
@@ -182,7 +182,7 @@ class Generation:
     waits, so it holds up nobody's cancellation.  What was made so far stays readable.
 
     Entering raises:
-        InvalidRequest: the prompt is empty or wrong, or the id is in use.
+        InvalidRequest: the prompt is empty or wrong, the id is in use, or the structured output cannot be compiled.
         ContextLengthExceeded: prompt and wanted tokens do not fit.
         QueueFull: the engine holds as many requests as it may.
         ShuttingDown: the engine drains or is closed.
@@ -262,10 +262,11 @@ class Generation:
                     engine.tokenizer, self._prompt, truncation, room, limiter
                 )
             bad_words = await tokenize_bad_words(engine.tokenizer, self.params.bad_words, limiter)
+            grammar = await compile_grammar(engine._compiler, self.params.structured_output, engine._compiling)
             if self._failure is not None:
                 raise self._failure
             if not self._ended and not self._abort_requested:
-                engine._admit(self, prompt_token_ids, bad_words)
+                engine._admit(self, prompt_token_ids, bad_words, grammar)
         except BaseException:
             if not self._ended:
                 self._ended = True
