@@ -263,6 +263,25 @@ def test_a_tuple_as_draft_7_writes_it_is_kept_to() -> None:
         assert json.loads(random_walk("byte level", schema(value), 3)) == [1, "a"]
 
 
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        "contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems", "propertyNames", "dependentRequired",
+        "dependentSchemas", "unevaluatedProperties", "if", "then", "else", "not", "$dynamicRef", "$recursiveRef",
+    ],
+)  # fmt: skip
+def test_no_keyword_of_the_specification_is_passed_over(keyword: str) -> None:
+    values = {
+        "$dynamicRef": "#a",
+        "uniqueItems": True,
+        "minContains": 2,
+        "maxContains": 2,
+        "dependentRequired": {"a": ["b"]},
+    }
+    with pytest.raises(InvalidRequest, match=re.escape(keyword)):
+        compiler("byte level").compile(schema({keyword: values.get(keyword, {})}))
+
+
 def test_a_schema_may_be_recursive() -> None:
     value = {
         "type": "object",

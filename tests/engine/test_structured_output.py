@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +120,18 @@ async def test_texts_of_every_kind_beside_one_another() -> None:
     assert found["object"].text.startswith("{")
     assert found["object"].finish_reason is FinishReason.LENGTH
     assert {found[name].finish_reason for name in ("choice", "regex", "lark")} == {FinishReason.STOP}
+
+
+def test_the_example_in_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "embedding.md").read_text()
+    (program,) = (
+        code
+        for code in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        if "StructuredOutput" in code
+    )
+    exec(compile(program, "embedding.md", "exec"), {})
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"stop \{'colour': '(red|green|blue)', 'number': -?\d+\}", last)
 
 
 async def test_a_stop_string_ends_a_text_too() -> None:
