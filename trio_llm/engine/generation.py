@@ -22,7 +22,14 @@ import trio
 from trio_llm.core.request import FinishReason
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.core.step import SequenceOutput, TokenLogprobs
-from trio_llm.engine.admission import Prompt, check_length, compile_grammar, tokenize, tokenize_bad_words, tokenize_truncated
+from trio_llm.engine.admission import (
+    Prompt,
+    check_length,
+    compile_grammar,
+    tokenize,
+    tokenize_bad_words,
+    tokenize_truncated,
+)
 from trio_llm.engine.detokenizer import Detokenizer, StopMatcher, TokenDecoder
 from trio_llm.engine.token_bytes import TokenBytes
 from trio_llm.engine.worker import Acknowledge, Finish
