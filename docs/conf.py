@@ -33,6 +33,7 @@ nitpick_ignore_regex = [("py:.*", rf"(?:{_OTHERS})\..*"), ("py:.*", r"(?:typing|
 nitpick_ignore = [
     ("py:class", "Prompt"),  # an alias of a union
     ("py:class", "array"),  # Python's
+    ("py:class", "Grammar"),  # what a structured output is compiled to: nothing to use by itself
     ("py:class", "trio_llm.core.engine_core.EngineCore"),  # only in the constructor of Engine, which open_engine calls
 ]
 
