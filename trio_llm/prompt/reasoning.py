@@ -12,7 +12,8 @@ from typing import Any
 
 import attrs
 
-from trio_llm.errors import ConfigurationError
+from trio_llm.errors import ConfigurationError, InvalidRequest
+from trio_llm.prompt.chat_template import Conversation, render_text
 from trio_llm.prompt.events import ReasoningPiece
 from trio_llm.prompt.incremental import IncrementalParser, Steps
 from trio_llm.prompt.vocabulary import marker_tokens, special_token_ids
@@ -21,6 +22,8 @@ _MARKERS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")
 
 REASONING_FORMATS = tuple(_MARKERS)
 """The names that there are."""
+
+_SHORT = ({"role": "user", "content": "?"},)
 
 _TAIL = 16
 """Tokens at the end of a prompt that may spell the first marker and line ends."""
@@ -31,15 +34,35 @@ class ReasoningFormat:
     """How a model marks its reasoning, in the vocabulary of one model."""
 
     name: str
+    begin_token_id: int | None = None
+    """The first marker, if it is one token."""
     end_token_id: int | None = None
     """The last marker, if it is one token."""
     special_token_ids: frozenset[int] = frozenset()
     """Those of its markers that are special tokens, which decoding would leave out: they must stay in the text."""
 
+    @property
+    def markers(self) -> tuple[str, str]:
+        """What stands before the reasoning, and after it."""
+        return _MARKERS[self.name]
+
     def begins_inside(self, tokenizer: Any, prompt_token_ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the first marker, so that the answer begins with reasoning."""
         tail = tokenizer.decode(list(prompt_token_ids[-_TAIL:]), skip_special_tokens=False)
-        return str(tail).rstrip().endswith(_MARKERS[self.name][0])
+        return str(tail).rstrip().endswith(self.markers[0])
+
+    def is_opened_by_template(self, tokenizer: Any, conversation: Conversation) -> bool:
+        """The same for a conversation, before it is tokenised: whether the header of an answer has the first marker.
+
+        It is tried with a short message in place of the conversation's own.
+        """
+        if not conversation.add_generation_prompt:
+            return False
+        try:
+            text = render_text(tokenizer, attrs.evolve(conversation, messages=_SHORT, tools=()))
+        except InvalidRequest:
+            return False
+        return text.rstrip().endswith(self.markers[0])
 
     def parser(self, *, inside: bool = False) -> ReasoningParser:
         """A parser for one choice.
@@ -47,7 +70,7 @@ class ReasoningFormat:
         Args:
             inside: whether the answer begins inside of the reasoning; see `begins_inside`.
         """
-        return ReasoningParser(*_MARKERS[self.name], inside=inside)
+        return ReasoningParser(*self.markers, inside=inside)
 
 
 def reasoning_format(tokenizer: Any, name: str = "auto") -> ReasoningFormat | None:
@@ -72,7 +95,8 @@ def reasoning_format(tokenizer: Any, name: str = "auto") -> ReasoningFormat | No
         raise ConfigurationError(f"no reasoning format {name!r}; there are {known}", field="reasoning_parser")
     tokens = marker_tokens(tokenizer, _MARKERS[name])
     special = special_token_ids(tokenizer).intersection(tokens.values())
-    return ReasoningFormat(name, tokens.get(_MARKERS[name][1]), special)
+    begin, end = _MARKERS[name]
+    return ReasoningFormat(name, tokens.get(begin), tokens.get(end), special)
 
 
 class ReasoningParser(IncrementalParser):
