@@ -56,6 +56,9 @@ class EngineSettings:
     """"ngram" looks for the longest of the last `prompt_lookup_max` ..."""
     prompt_lookup_min: int = 2
     """... to `prompt_lookup_min` tokens that was said before."""
+    deterministic: bool = False
+    """Compute every token in the same way whatever the batch, so that its result is the same to the last bit.
+    It costs speed; see docs/exactness.md."""
     kv_cache_memory: int | None = None
     """Bytes of KV memory; None is min(half of what the process may use, what can be needed)."""
     max_num_queued_reqs: int = 1024

@@ -106,10 +106,17 @@ class SdpaBackend:
     One call for each sequence needs no padding, and makes a sequence's result independent
     of its neighbours.  Pages are token-major, (block, token, head, key then value), so
     that one gather of whole blocks brings both keys and values.
+
+    Args:
+        device: of the pages.
+        block_size: tokens in a page.
+        one_by_one: attend with each token of a sequence by itself, as when decoding: its result then does not
+            depend on which tokens are computed with it.
     """
 
-    def __init__(self, device: torch.device, block_size: int = 16) -> None:
+    def __init__(self, device: torch.device, block_size: int = 16, *, one_by_one: bool = False) -> None:
         self.block_size = block_size
+        self.one_by_one = one_by_one
         self.device = device
         self.spans: list[tuple[slice, SequenceSpan]] = []
         self.slots = torch.empty(0, dtype=torch.int64, device=device)
@@ -134,9 +141,10 @@ class SdpaBackend:
         slots: list[Tensor] = []
         offset = 0
         for span in spans:
-            self.spans.append((slice(offset, offset + span.length), span))
-            offset += span.length
             slots.append(self._slots(span))
+            for part in _singles(span) if self.one_by_one else [span]:
+                self.spans.append((slice(offset, offset + part.length), part))
+                offset += part.length
         self.slots = torch.cat(slots).to(self.device)
 
     def _slots(self, span: SequenceSpan) -> Tensor:
@@ -173,6 +181,11 @@ class SdpaBackend:
                 pages[destinations] = pages[sources]
 
 
+def _singles(span: SequenceSpan) -> list[SequenceSpan]:
+    """A span for each of its tokens."""
+    return [SequenceSpan(span.start + place, 1, span.block_table) for place in range(span.length)]
+
+
 @attrs.define(eq=False)
 class SdpaLayer:
     """One layer's pages."""
@@ -182,10 +195,13 @@ class SdpaLayer:
     key_dim: int
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        written = torch.cat((key[0], value[0]), dim=-1).transpose(0, 1)
+        count = len(self.backend.slots)
+        written = torch.cat((key[0], value[0]), dim=-1).transpose(0, 1)[:count]
         self.pages.flatten(0, 1).index_copy_(0, self.backend.slots, written)
         _, num_heads, num_tokens, _ = query.shape
         out = query.new_empty((1, num_tokens, num_heads, value.shape[-1]))
+        if count < num_tokens:
+            out[:, count:] = 0  # what pads the step attends to nothing
         reaches = self.backend.reaches(options.sliding_window)
         for (tokens, _), reach in zip(self.backend.spans, reaches, strict=True):
             seen = self.pages.index_select(0, reach.blocks).flatten(0, 1)

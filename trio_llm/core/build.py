@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import structlog
+
 from trio_llm.config import EngineSettings
 from trio_llm.core.attention import SdpaBackend
 from trio_llm.core.draft_model import DraftModel
 from trio_llm.core.engine_core import EngineCore
+from trio_llm.core.exactness import ROW_MULTIPLE, batch_dependence, use_deterministic_experts
 from trio_llm.core.linear import speed_up_linears
 from trio_llm.core.memory import num_kv_blocks
 from trio_llm.core.model import PagedModel
@@ -15,6 +18,8 @@ from trio_llm.core.torch_executor import TorchExecutor
 from trio_llm.core.varlen_attention import BLOCK_SIZE, VarlenBackend, can_attend
 from trio_llm.errors import ConfigurationError
 from trio_llm.models.loader import LoadedModel
+
+logger = structlog.get_logger(__name__)
 
 
 def build_core(loaded: LoadedModel, settings: EngineSettings, draft: LoadedModel | None = None) -> EngineCore:
@@ -46,11 +51,17 @@ def build_core(loaded: LoadedModel, settings: EngineSettings, draft: LoadedModel
         settings=settings,
         max_model_len=max_model_len,
     )
-    executor = _executor(model, num_blocks, max_model_len)
+    _allocate(model, num_blocks, max_model_len)
+    dependence = batch_dependence(model, num_blocks=num_blocks, max_rows=settings.max_num_batched_tokens)
+    executor = TorchExecutor(model, num_blocks=num_blocks, max_model_len=max_model_len, batch_exact=dependence is None)
+    if dependence is not None and settings.deterministic:
+        logger.warning("deterministic, but results depend on the batch", model=loaded.name, reason=dependence)
     costs = StepCosts.measure(executor) if settings.speculative_method != "off" else None
     drafter = None
     if draft is not None and draft_model is not None:
-        guesser = _executor(draft_model, num_blocks, min(max_model_len, draft.max_model_len))
+        draft_len = min(max_model_len, draft.max_model_len)
+        _allocate(draft_model, num_blocks, draft_len)
+        guesser = TorchExecutor(draft_model, num_blocks=num_blocks, max_model_len=draft_len)
         drafter = DraftModel(guesser, max_tokens=settings.max_num_batched_tokens, costs=StepCosts.measure(guesser))
     return EngineCore(executor, settings, speculation_for(settings, executor.info.vocab_size, costs, drafter))
 
@@ -60,19 +71,23 @@ def _paged(loaded: LoadedModel, settings: EngineSettings, *, beside: PagedModel 
     device = loaded.model.device
     speed_up_linears(loaded.model)
     block_size = settings.block_size if beside is None else beside.backend.block_size
-    model = PagedModel(loaded.model, SdpaBackend(device, block_size or 16))
-    is_free = beside is None or model.backend.block_size % BLOCK_SIZE == 0
+    # what a draft model computes changes no token
+    deterministic = settings.deterministic and beside is None
+    if deterministic:
+        use_deterministic_experts(loaded.model)
+    backend = SdpaBackend(device, block_size or 16, one_by_one=deterministic)
+    model = PagedModel(loaded.model, backend, row_multiple=ROW_MULTIPLE if deterministic else 1)
+    is_free = (beside is None or model.backend.block_size % BLOCK_SIZE == 0) and not deterministic
     if device.type == "cuda" and can_attend(model.specs, model.dtype) and is_free:
         model.backend = VarlenBackend(device, _cuda_block_size(block_size))
     return model
 
 
-def _executor(model: PagedModel, num_blocks: int, max_model_len: int) -> TorchExecutor:
+def _allocate(model: PagedModel, num_blocks: int, max_model_len: int) -> None:
     model.allocate(num_blocks)
     model.probe()
     if isinstance(model.backend, VarlenBackend):
         model.record_decode_steps(max_model_len)
-    return TorchExecutor(model, num_blocks=num_blocks, max_model_len=max_model_len)
 
 
 def _cuda_block_size(wanted: int | None) -> int:

@@ -21,6 +21,8 @@ class ExecutorInfo:
     """Tokens in a block."""
     vocab_size: int
     max_model_len: int
+    batch_exact: bool = False
+    """Whether a token's logits are known to be the same to the last bit whoever else is in the step."""
 
 
 @runtime_checkable

@@ -64,14 +64,17 @@ class PagedModel:
     Args:
         model: eval mode, on its device.  Its attention implementation is replaced.
         backend: owns the pages, on the same device.
+        row_multiple: pad the tokens of a step, and the logits that are made, to a multiple of this.  The backend
+            must do without the keys of what pads.
 
     Raises:
         ModelNotSupported: its attention cannot be replaced.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: AttentionBackend) -> None:
+    def __init__(self, model: PreTrainedModel, backend: AttentionBackend, *, row_multiple: int = 1) -> None:
         self.model = model
         self.backend = backend
+        self.row_multiple = row_multiple
         self.device = model.device
         self.dtype = model.dtype
         check_config(model)
@@ -116,7 +119,9 @@ class PagedModel:
             return self._graphs.forward(token_ids, spans)[self._tensor(wanted)].float()
         self.backend.begin_step(spans)
         positions = [p for part in inputs for p in range(part.span.start, part.span.start + part.span.length)]
-        return self._forward(token_ids, positions, wanted)
+        padding = [0] * (-len(token_ids) % self.row_multiple)
+        rows = [*wanted, *[0] * (-len(wanted) % self.row_multiple)]
+        return self._forward(token_ids + padding, positions + padding, rows)[: len(wanted)]
 
     def _forward(self, token_ids: Sequence[int], positions: Sequence[int], wanted: Sequence[int]) -> Tensor:
         keep = self._tensor(wanted)

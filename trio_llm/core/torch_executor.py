@@ -50,9 +50,10 @@ class TorchExecutor:
         model: with its pages allocated.
         num_blocks: how many.
         max_model_len: the model's own limit, in tokens.
+        batch_exact: see `ExecutorInfo`.
     """
 
-    def __init__(self, model: PagedModel, *, num_blocks: int, max_model_len: int) -> None:
+    def __init__(self, model: PagedModel, *, num_blocks: int, max_model_len: int, batch_exact: bool = False) -> None:
         self._model = model
         self._sequences: dict[int, _SequenceState] = {}
         self._info = ExecutorInfo(
@@ -60,6 +61,7 @@ class TorchExecutor:
             block_size=model.backend.block_size,
             vocab_size=model.vocab_size,
             max_model_len=max_model_len,
+            batch_exact=batch_exact,
         )
 
     @property

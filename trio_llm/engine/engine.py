@@ -135,6 +135,8 @@ class Engine:
     max_model_len: int
     """Tokens, prompt and output together, that a request may have."""
     vocab_size: int
+    batch_exact: bool
+    """Whether a token's logits are known to be the same to the last bit whoever else is in the step."""
     load_seconds: float
     """Of the model, without the imports."""
     import_seconds: float
@@ -382,6 +384,7 @@ class Engine:
         self.eos_token_ids = frozenset(model.eos_token_ids)
         self.max_model_len = min(limits + ([self.settings.max_model_len] if self.settings.max_model_len else []))
         self.vocab_size = core.executor.info.vocab_size
+        self.batch_exact = core.executor.info.batch_exact
         self._decoders = {_shown(SamplingParams()): TokenDecoder(model.tokenizer)}
         self._max_characters = self.max_model_len * longest_token(model.tokenizer)
         self._token_bytes = {}
