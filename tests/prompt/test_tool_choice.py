@@ -223,6 +223,35 @@ def test_keyword_arguments_may_be_left_out_where_they_are_not_required(byte_toke
     assert model.accepts(grammar, "[now(), now()]")
 
 
+STRICT = [{**tool, "function": {**tool["function"], "strict": tool["function"]["name"] == "add"}} for tool in TOOLS]
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_strict_functions_are_held_to_their_schemas_in_any_text(byte_tokenizer: ByteTokenizer, vocabulary: str) -> None:
+    model = Model(byte_tokenizer, vocabulary)
+    choice = read_tool_choice("auto", STRICT)
+    assert tool_grammar(model.format, TOOLS, choice) is None
+    if model.format.name in ("llama3", "pythonic"):
+        assert tool_grammar(model.format, STRICT, choice) is None
+        return
+    many, one = model.grammar("auto", tools=STRICT), model.grammar("auto", tools=STRICT, parallel=False)
+    call = WRITTEN.get(vocabulary) or WRITTEN[model.format.name]
+    lenient = call.replace('"add"', '"say"').replace("]add[", "]say[")
+    for text in ("", "Yes <b> [TOOL\n", call, f"So: {call}", f"So: {call} then", lenient):
+        assert model.accepts(many, text), text
+        assert model.accepts(one, text), text
+    assert model.accepts(many, f"a{call}b\n{call}\n{lenient}")
+    for text in (
+        call[:-1],
+        call.replace("2.5", '"x"'),
+        f"So: {call.replace('2.5', '[]')}",
+        call.replace("add", "other"),
+    ):
+        assert not model.accepts(many, text), text
+        assert not model.accepts(one, text), text
+    assert model.read(f"So: {call} then").content == "So:  then"
+
+
 def function(parameters: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
 

@@ -126,6 +126,8 @@ class IncrementalParser(ABC):
                 return
 
     def _take_events(self) -> list[Event]:
+        if not self._events:
+            return []
         events, self._events = joined(self._events), []
         return events
 
@@ -133,6 +135,8 @@ class IncrementalParser(ABC):
 def _overlap(text: str, markers: Sequence[str]) -> int:
     """Characters at the end of a text that a marker could begin with."""
     longest = min(max(map(len, markers)) - 1, len(text))
+    if not any(marker[0] in text[-longest:] for marker in markers):
+        return 0  # nearly always
     for size in range(longest, 0, -1):
         tail = text[-size:]
         if any(marker.startswith(tail) for marker in markers):

@@ -44,9 +44,11 @@ def read_tool_choice(tool_choice: Any, tools: Sequence[Mapping[str, Any]]) -> To
             these forms or names a function that is not among the tools.
     """
     names = tuple(_name(tool, f"tools[{index}]") for index, tool in enumerate(tools))
-    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
-    if twice is not None:
-        raise InvalidRequest(f"two tools are called {twice!r}", field="tools")
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise InvalidRequest(f"two tools are called {name!r}", field="tools")
+        seen.add(name)
     if tool_choice is None:
         tool_choice = "auto" if tools else "none"
     if tool_choice == "none":
@@ -75,22 +77,36 @@ def tool_grammar(
 ) -> StructuredOutput | None:
     """The grammar of the calls that an answer must consist of, in the model's own syntax.
 
+    Where calls are allowed and not required, and a function is `strict`, the grammar is that of
+    any text in which what follows the marker of a call is one.  A syntax that needs no marker
+    (llama3, pythonic) cannot be told from text, so nothing is enforced there.
+
     Args:
         tools: as OpenAI has them; the arguments of a call satisfy the schema of its function.
         parallel: whether there may be several calls; with a named function there is one.
 
     Returns:
-        None where the choice requires no call.
+        None where nothing is enforced.
 
     Raises:
         InvalidRequest: the parameters of a function are no schema of an object, or (pythonic)
             say more than keyword arguments can be held to; `field` is "tools".
     """
-    if not choice.is_required:
+    chosen = frozenset(choice.names)
+    functions = [tool["function"] for tool in tools if tool["function"]["name"] in chosen]
+    is_strict = {function["name"]: function.get("strict") is True for function in functions}
+    writer_type = _WRITERS[tool_format.name]
+    if not choice.is_required and not (writer_type.opening and any(is_strict.values())):
         return None
-    schemas = {tool["function"]["name"]: _schema(tool["function"]) for tool in tools}
-    writer = _WRITERS[tool_format.name](tool_format, {name: schemas[name] for name in choice.names})
-    writer.rule("start", writer.calls(several=parallel and not choice.is_named))
+    schemas = {
+        function["name"]: _schema(function) if choice.is_required or is_strict[function["name"]] else {"type": "object"}
+        for function in functions
+    }
+    writer = writer_type(tool_format, schemas)
+    if choice.is_required:
+        writer.rule("start", writer.calls(several=parallel and not choice.is_named))
+    else:
+        writer.rule("start", writer.text_with_calls(several=parallel))
     return StructuredOutput("lark", "\n".join(writer.rules) + "\n")
 
 
@@ -136,10 +152,16 @@ def _text(text: str) -> str:
 class _Writer:
     """Writes the rules of a format; `calls` is their sum."""
 
+    opening = ""
+    """The marker that calls begin with, if they must."""
+    opens_each = False
+    """Whether each call has that marker, so that several calls are several texts with one."""
+
     def __init__(self, tool_format: ToolFormat, schemas: Mapping[str, dict[str, Any]]) -> None:
         self.schemas = schemas
         self.rules: list[str] = []
         self._tokens = tool_format.tokens
+        self._begin = self.marker(self.opening)
         self._has_named_arguments = tool_format.has_named_arguments
 
     def rule(self, name: str, body: str) -> str:
@@ -149,6 +171,14 @@ class _Writer:
 
     def calls(self, *, several: bool) -> str:
         raise NotImplementedError
+
+    def text_with_calls(self, *, several: bool) -> str:
+        """Any text, with calls in it."""
+        is_token = self.opening in self._tokens
+        # a text that is lazy ends with the first marker; and no text spells a token
+        self._begin = self.rule("reach" if is_token else "reach[lazy]", f"/(.|\\n)*/ {self._begin}").partition("[")[0]
+        calls = self.calls(several=several and not self.opens_each)
+        return f"({calls}){'*' if several else '?'} /(.|\\n)*/"
 
     def marker(self, text: str) -> str:
         """A marker: the token where it is one, since to llguidance no text spells that."""
@@ -171,9 +201,12 @@ def _repeated(call: str, between: str, several: bool) -> str:
 
 
 class _Hermes(_Writer):
+    opening = "<tool_call>"
+    opens_each = True
+
     def calls(self, *, several: bool) -> str:
         body = f'"\\n" {self.objects("arguments")} "\\n"'
-        call = self.rule("tagged", f"{self.marker('<tool_call>')} {body} {self.marker('</tool_call>')}")
+        call = self.rule("tagged", f"{self._begin} {body} {self.marker('</tool_call>')}")
         return _repeated(call, r'"\n"', several)
 
 
@@ -183,13 +216,14 @@ class _Llama3(_Writer):
 
 
 class _Mistral(_Writer):
+    opening = "[TOOL_CALLS]"
+
     def calls(self, *, several: bool) -> str:
-        opening = self.marker("[TOOL_CALLS]")
         if not self._has_named_arguments:
             calls = _repeated(self.objects("arguments"), '", "', several)
-            return f'{opening} "[" {calls} "]"'
+            return f'{self._begin} "[" {calls} "]"'
         named = [f"{_text(name)} {self.marker('[ARGS]')} {self.json(self.schemas[name])}" for name in self.schemas]
-        call = self.rule("opened", f"{opening} {self.one_of(named)}")
+        call = self.rule("opened", f"{self._begin} {self.one_of(named)}")
         return f"{call}+" if several else call
 
 
