@@ -143,6 +143,10 @@ class ServerSettings:
     """Tokens to make when a request names no limit; None is the rest of the context."""
     compat: Literal["strict", "lenient"] = "strict"
     """"strict" refuses request fields that are unknown or not supported, "lenient" ignores and logs them."""
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "pythonic"] = "auto"
+    """Syntax of the model's tool calls; "auto" goes by its chat template."""
+    reasoning_parser: Literal["auto", "none", "think", "mistral"] = "auto"
+    """Marks of the model's reasoning; "auto" goes by its chat template, "none" leaves them in the text."""
     max_request_bytes: int = 16 * 2**20
     """Largest request body."""
     first_result_timeout: float = 10.0

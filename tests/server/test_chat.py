@@ -186,7 +186,7 @@ async def test_patience_ends_then_keep_alives_then_failure_is_a_frame(serving, g
 
 
 async def test_hot_chunk_is_the_full_chunk(serving):
-    from trio_llm.server.openai.chat import ChatChunks
+    from trio_llm.server.openai.chat_answers import ChatChunks
     from trio_llm.server.openai.chunks import Identity
     from trio_llm.server.openai.completions import TextChunks
     from trio_llm.server.openai.parsing import parse_chat, parse_completion
@@ -195,7 +195,7 @@ async def test_hot_chunk_is_the_full_chunk(serving):
     identity = Identity(id="chatcmpl-1", model='strange □ "name"', created=7)
     for with_usage in (True, False):
         options = {"stream": True, "stream_options": {"include_usage": with_usage}}
-        chat = ChatChunks(identity, [], parse_chat({**HI, **options}, lenient=False), detailed=False)
+        chat = ChatChunks(identity, None, parse_chat({**HI, **options}, lenient=False))
         body = parse_completion({"model": "fake", "prompt": "x", **options}, lenient=False)
         text = TextChunks(identity, [], body, [])
         for piece in ('quote " and \\', "□", "\n\u2028é\U0001f600\x00", "x"):

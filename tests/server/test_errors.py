@@ -127,7 +127,9 @@ BAD_FIELDS = [
         "stream_options.continuous_usage_stats",
     ),
     ({"best_of": 1}, "unknown_parameter", "best_of"),
-    ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+    ({"truncate_prompt_tokens": 0}, "invalid_value", "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 5, "truncation": "disabled"}, "invalid_value", "truncation"),
+    ({"truncation": "some"}, "invalid_value", "truncation"),
     ({"store": True}, "unsupported_parameter", "store"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, "context_length_exceeded", "messages"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import attrs
@@ -158,6 +159,28 @@ async def tells_usage(ask):
     assert counts[-1] == last["usage"]["completion_tokens"] == 10
 
 
+async def is_cut(ask):
+    if ask.path == CHAT:
+        turns = [{"role": role, "content": f"{PROMPT} {n}"} for n in range(12) for role in ("user", "assistant")]
+        turns.append({"role": "user", "content": "the fox"})
+        long, policy = {"messages": [{"role": "system", "content": "be quick"}, *turns]}, "oldest_turns"
+    else:
+        long, policy = {"prompt": PROMPT * 30}, "last_tokens"
+    body = await ask(**long, truncation=policy, return_token_ids=True)
+    assert body["truncated"]["tokens"] > 0
+    assert (body["truncated"]["messages"] > 10) == (ask.path == CHAT)
+    if ask.path == CHAT:
+        prompt = tokenizer().decode(body["prompt_token_ids"])
+        assert prompt.startswith("system: be quick") and prompt.endswith("user: the fox\nassistant: ")
+    events = (await ask(**long, truncation=policy, stream=True)).events
+    assert [chunk["truncated"] for chunk in events[:-1] if "truncated" in chunk] == [body["truncated"]]
+    for limit in (5, -1):
+        body = await ask(**long, truncate_prompt_tokens=limit)
+        assert body["usage"]["prompt_tokens"] == 5 if limit == 5 else body["usage"]["prompt_tokens"] > 100
+        assert body["truncated"]["messages"] == 0
+    assert "truncated" not in await ask(truncation="auto")
+
+
 async def times(ask):
     timings = (await ask(return_timings=True))["timings"]
     assert timings.keys() == {"queue_ms", "prefill_ms", "decode_ms"}
@@ -204,6 +227,8 @@ SAMPLING = {
     "allowed_token_ids": only_says,
     "bad_words": never_says,
     "prompt_logprobs": gives({"prompt_logprobs": 2}, has_prompt_logprobs),
+    "truncation": is_cut,
+    "truncate_prompt_tokens": is_cut,
     "priority": gives({"priority": -5}, lambda body, choice: True),  # its effect is the scheduler's to prove
     "cache_salt": shares_by_salt,
     "return_token_ids": gives(
@@ -304,6 +329,9 @@ COMPLETION_ROWS = {
 }
 ELSEWHERE = {
     "suffix",  # test_completions.py, with a tokenizer that has it
+    "tools",  # test_tools.py
+    "tool_choice",
+    "parallel_tool_calls",
     "response_format",  # test_structured_output.py
     "structured_outputs",
 }
@@ -334,7 +362,7 @@ def supported_paths():
 
 def test_every_supported_row_is_tried():
     rows = {*SAMPLING, *CHAT_ROWS, *COMPLETION_ROWS, *ELSEWHERE}
-    assert {path for path in supported_paths() if path.partition(".")[0] not in ELSEWHERE} == rows - ELSEWHERE
+    assert {path for path in supported_paths() if re.split(r"[.\[]", path)[0] not in ELSEWHERE} == rows - ELSEWHERE
 
 
 NESTED = {

@@ -6,34 +6,16 @@ import math
 
 import pytest
 
-from tests.engine.test_detokenizer import trained
-from trio_llm.core.executor import ExecutorInfo, FakeExecutor
+from tests.server.scripted import saying
 from trio_llm.core.step import TokenLogprobs
 from trio_llm.engine.detokenizer import TokenDecoder
-from trio_llm.engine.simulation import ByteTokenizer, FakeModel
+from trio_llm.engine.simulation import ByteTokenizer
 from trio_llm.engine.token_bytes import TokenBytes
 from trio_llm.server.openai.logprobs import TextLogprobWriter, chat_logprobs
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-INFO = ExecutorInfo(num_blocks=256, block_size=4, vocab_size=400, max_model_len=1024)
 TEXT = "the fox \U0001fae0 한국 ha ha ha, naïve."
-
-
-def saying(kind, text, *, eos=()):
-    """An executor and a model that say a text, then end tokens for ever."""
-    tokenizer = trained(kind)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    ids = tokenizer.encode(text)
-    if kind == "llama":
-        # of a continuation: no word begins the text
-        ids = tokenizer.encode("a" + text)
-        ids = ids[len(tokenizer.encode("a")) :]
-
-    def next_token(context, index):
-        return ids[index] if index < len(ids) else 1
-
-    return FakeExecutor(INFO, next_token=next_token), FakeModel(tokenizer=tokenizer, eos_token_ids=eos), ids
 
 
 def joined(content):
@@ -58,7 +40,7 @@ async def ask_chat(server, **fields):
 
 @pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma"])
 async def test_bytes_are_those_of_the_text(serving, kind):
-    executor, model, ids = saying(kind, TEXT, eos=[1])
+    executor, model, ids = saying(kind, TEXT)
     async with serving(executor=executor, model=model) as server:
         whole = await ask_chat(server, top_logprobs=2, n=2)
         for choice in whole["choices"]:
@@ -75,7 +57,7 @@ async def test_bytes_are_those_of_the_text(serving, kind):
 
 
 async def test_an_end_token_that_is_shown_has_its_place(serving):
-    executor, model, ids = saying("byte-level", TEXT, eos=[1])
+    executor, model, ids = saying("byte-level", TEXT)
     async with serving(executor=executor, model=model) as server:
         whole = await ask_chat(server, include_stop_str_in_output=True, skip_special_tokens=False)
         content = whole["choices"][0]["logprobs"]["content"]
@@ -90,7 +72,7 @@ async def test_an_end_token_that_is_shown_has_its_place(serving):
 @pytest.mark.parametrize("stop", [" ha ha ha", "fox \U0001fae0 한", "ïv"])
 async def test_with_a_stop_string(serving, stop):
     """Tokens of the stop string are there, and nothing behind them."""
-    executor, model, _ = saying("byte-level", TEXT)
+    executor, model, _ = saying("byte-level", TEXT, ends=False)
     async with serving(executor=executor, model=model) as server:
         whole = await ask_chat(server, stop=[stop], max_tokens=100)
         (choice,) = whole["choices"]
@@ -142,7 +124,7 @@ async def ask_text(server, **fields):
 
 @pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma"])
 async def test_the_older_shape(serving, kind):
-    executor, model, ids = saying(kind, TEXT, eos=[1])
+    executor, model, ids = saying(kind, TEXT)
     async with serving(executor=executor, model=model) as server:
         choice, _ = await ask_text(server, n=2)
         logprobs = choice["logprobs"]
@@ -159,7 +141,7 @@ async def test_the_older_shape(serving, kind):
 @pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma"])
 @pytest.mark.parametrize("prompt", ["the lazy dog", "naïve \U0001fae0", "x"])
 async def test_echo(serving, kind, prompt):
-    executor, model, ids = saying(kind, TEXT, eos=[1])
+    executor, model, ids = saying(kind, TEXT)
     encoded = model.tokenizer.encode(prompt)
     async with serving(executor=executor, model=model) as server:
         for given in (prompt, encoded):

@@ -27,6 +27,8 @@ TABLES: Mapping[type, fields.Table] = {
     wire.ChatCompletionRequest: fields.CHAT,
     wire.CompletionRequest: fields.COMPLETION,
     wire.Message: fields.MESSAGE,
+    wire.Tool: fields.TOOL,
+    wire.FunctionDefinition: fields.FUNCTION,
     wire.ToolCall: fields.TOOL_CALL,
     wire.FunctionCall: fields.FUNCTION_CALL,
     wire.ContentPart: fields.CONTENT_PART,

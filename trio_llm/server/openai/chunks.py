@@ -13,11 +13,13 @@ from trio_llm.engine.generation import Delta, Generation
 from trio_llm.server.openai.wire import (
     ChatCompletionChunk,
     ChunkChoice,
+    CompletionTokensDetails,
     GenerationFields,
     PromptTokensDetails,
     TextChoice,
     TextCompletion,
     TimingsBody,
+    TruncatedBody,
     UsageBody,
     encode,
     to_plain,
@@ -44,7 +46,7 @@ def event(data: object) -> bytes:
     return b"data: " + encode(data) + b"\n\n"
 
 
-def usage_of(generations: Sequence[Generation]) -> UsageBody:
+def usage_of(generations: Sequence[Generation], *, reasoning_tokens: int = 0) -> UsageBody:
     """The usage of a whole request, all prompts and choices together."""
     usages = [generation.usage for generation in generations]
     return UsageBody(
@@ -52,6 +54,7 @@ def usage_of(generations: Sequence[Generation]) -> UsageBody:
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         total_tokens=sum(usage.total_tokens for usage in usages),
         prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(usage.cached_tokens for usage in usages)),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning_tokens),
     )
 
 
@@ -62,6 +65,17 @@ def timings_of(generations: Sequence[Generation]) -> TimingsBody:
         queue_ms=_milliseconds(max(timing.queue for timing in timings)),
         prefill_ms=_milliseconds(max(timing.prefill for timing in timings)),
         decode_ms=_milliseconds(max(timing.decode for timing in timings)),
+    )
+
+
+def truncated_of(generations: Sequence[Generation]) -> TruncatedBody | None:
+    """What the prompts of a request were cut by, all together; None if they were not."""
+    dropped = [generation.dropped for generation in generations if generation.dropped is not None]
+    if not dropped:
+        return None
+    tokens = [each.tokens for each in dropped if each.tokens is not None]
+    return TruncatedBody(
+        messages=sum(each.messages for each in dropped), tokens=sum(tokens) if len(tokens) == len(dropped) else None
     )
 
 
@@ -111,6 +125,10 @@ class Chunks(ABC):
     def closing_choice(self, index: int, finish_reason: str) -> AnyChoice:
         """The end of a choice."""
 
+    def usage(self) -> UsageBody:
+        """The usage so far."""
+        return usage_of(self.generations)
+
     def opening(self, index: int) -> bytes:
         """What a choice begins with, whatever comes; empty if the endpoint has nothing of the kind."""
         return b""
@@ -155,12 +173,12 @@ class Chunks(ABC):
         """What ends the stream: the chunk with the usage of the whole request, if asked for, and [DONE]."""
         if not self.with_usage:
             return DONE
-        return event(attrs.evolve(self.chunk([]), usage=usage_of(self.generations))) + DONE
+        return event(attrs.evolve(self.chunk([]), usage=self.usage())) + DONE
 
     def event(self, chunk: AnyChunk) -> bytes:
         """A chunk as an event, with as much of usage as was asked for."""
         if self.running_usage:
-            return event(attrs.evolve(chunk, usage=usage_of(self.generations)))
+            return event(attrs.evolve(chunk, usage=self.usage()))
         if self.with_usage:
             return event(chunk)
         plain = to_plain(chunk)

@@ -15,6 +15,8 @@ TABLES: dict[str, tuple[str, fields.Table]] = {
     "An entry of a message's `content`": ("messages[].content[].", fields.CONTENT_PART),
     "An entry of a message's `tool_calls`": ("messages[].tool_calls[].", fields.TOOL_CALL),
     "`function` of a tool call, and `function_call`": ("messages[].function_call.", fields.FUNCTION_CALL),
+    "An entry of `tools`": ("tools[].", fields.TOOL),
+    "`function` of an entry of `tools`": ("tools[].function.", fields.FUNCTION),
     "`stream_options`": ("stream_options.", fields.STREAM_OPTIONS),
     "`response_format`": ("response_format.", fields.RESPONSE_FORMAT),
     "`response_format.json_schema`": ("response_format.json_schema.", fields.JSON_SCHEMA),

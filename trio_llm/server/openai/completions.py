@@ -17,7 +17,7 @@ from trio_llm.engine.generation import Delta, Generation
 from trio_llm.errors import InvalidRequest
 from trio_llm.prompt.fill_in_the_middle import fill_in_the_middle
 from trio_llm.server.http import this_app, this_exchange
-from trio_llm.server.openai.chunks import Chunks, Identity, timings_of, usage_of
+from trio_llm.server.openai.chunks import AnyChunk, Chunks, Identity, timings_of, truncated_of, usage_of
 from trio_llm.server.openai.field_names import fields_called
 from trio_llm.server.openai.generate import (
     answer,
@@ -209,6 +209,7 @@ def _completion(
         choices=choices,
         usage=usage_of(generations),
         timings=timings_of(generations) if body.return_timings else None,
+        truncated=truncated_of(generations),
     )
 
 
@@ -227,12 +228,18 @@ class TextChunks(Chunks):
         choices: list[list[_Choice]],
     ) -> None:
         detailed = body.echo or body.return_token_ids or body.logprobs is not None
-        super().__init__(identity, generations, body, detailed=detailed)
+        self._truncated = truncated_of(generations)
+        super().__init__(identity, generations, body, detailed=detailed or self._truncated is not None)
         self._choices = [choice for row in choices for choice in row]
 
     def chunk(self, choices: list[Any]) -> TextCompletion:
         identity = self.identity
         return TextCompletion(id=identity.id, created=identity.created, model=identity.model, choices=choices)
+
+    def event(self, chunk: AnyChunk) -> bytes:
+        if self._truncated is not None:
+            chunk, self._truncated = attrs.evolve(chunk, truncated=self._truncated), None
+        return super().event(chunk)
 
     def text_choice(self, index: int, text: str) -> TextChoice:
         return TextChoice(index=index, text=text)

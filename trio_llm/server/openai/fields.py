@@ -16,6 +16,7 @@ from trio_llm.server.openai.limits import (
     MAX_ENTRIES,
     MAX_IDENTIFIER,
     MAX_METADATA,
+    MAX_TOOLS,
     check_boolean,
     check_free_form,
     check_identifier,
@@ -125,6 +126,15 @@ _SAMPLING: Table = {
     "structured_outputs": supported(
         remark="vLLM's: one of these, and not beside `response_format`.", table=STRUCTURED_OUTPUTS
     ),
+    "truncation": supported(
+        remark="Ours: `disabled` refuses a prompt that is too long, as null does; `oldest_turns` (or `auto`) drops the "
+        "oldest turns of a conversation, but no system message; `last_tokens` keeps the end. `truncated` of the answer, "
+        "or of the first chunk, tells what went."
+    ),
+    "truncate_prompt_tokens": supported(
+        remark="vLLM's: tokens that the prompt may have, -1 being all that fit; `truncation` is `last_tokens` then, "
+        "unless it is given."
+    ),
     "priority": supported(remark="vLLM's: lower runs first."),
     "cache_salt": supported(
         remark="vLLM's: only requests with the same salt share cached prefixes.", check=check_identifier
@@ -185,6 +195,20 @@ MESSAGE: Table = {
 }
 """An entry of `messages`."""
 
+FUNCTION: Table = {
+    "name": supported(remark="From 1 to 64 letters, digits, `_` and `-`."),
+    "description": supported(),
+    "parameters": supported(remark="A JSON schema of an object.", check=check_free_form),
+    "strict": supported(remark="A call that is required is held to the schema whether this is true or false."),
+}
+"""`function` of an entry of `tools`."""
+
+TOOL: Table = {
+    "type": supported(remark="`function`."),
+    "function": supported(table=FUNCTION),
+}
+"""An entry of `tools`."""
+
 CHAT: Table = {
     "messages": supported(remark=f"From 1 to {MAX_ENTRIES}.", table=MESSAGE),
     "max_completion_tokens": supported(remark="Goes before `max_tokens`."),
@@ -198,6 +222,16 @@ CHAT: Table = {
     "chat_template_kwargs": supported(
         remark="vLLM's: further variables of the template; none may stand for a template.", check=check_free_form
     ),
+    "tools": supported(
+        remark=f"Up to {MAX_TOOLS}, for models whose template takes tools and whose syntax of calls is known.",
+        table=TOOL,
+        most=MAX_TOOLS,
+    ),
+    "tool_choice": supported(
+        remark="`none`, `auto`, `required`, a function, or `allowed_tools`; a call that is required is enforced.",
+        check=check_free_form,
+    ),
+    "parallel_tool_calls": supported(remark="False: at most one call."),
     **_SAMPLING,
     "metadata": accepted(remark=f"Up to {MAX_METADATA} strings.", check=check_metadata),
     "safety_identifier": accepted(check=check_identifier),
@@ -207,9 +241,6 @@ CHAT: Table = {
     "prompt_cache_retention": accepted(check=check_identifier),
     "store": refused(neutral=(False,)),
     "service_tier": refused(neutral=("auto", "default"), remark="There is one tier."),
-    "tools": refused(neutral=([],)),
-    "tool_choice": refused(neutral=("none", "auto")),
-    "parallel_tool_calls": refused(neutral=(True, False)),
     "functions": refused(neutral=([],)),
     "function_call": refused(neutral=("none", "auto")),
     "modalities": refused(neutral=(["text"],)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from quart import Response
 
@@ -11,8 +11,9 @@ from trio_llm.config import ServerSettings
 from trio_llm.core.sampling_params import SamplingParams, StructuredOutput
 from trio_llm.engine.admission import Prompt
 from trio_llm.engine.engine import Engine
-from trio_llm.engine.generation import Generation
+from trio_llm.engine.generation import Delta, Generation
 from trio_llm.errors import InvalidRequest
+from trio_llm.prompt.truncation import Policy, Truncation
 from trio_llm.server.exchange import Exchange
 from trio_llm.server.openai.chunks import Chunks, Identity
 from trio_llm.server.openai.sse import stream
@@ -75,6 +76,24 @@ def check_prompt_logprobs(fields: GenerationFields) -> None:
         raise InvalidRequest("prompt_logprobs is not for streams", field="prompt_logprobs")
 
 
+def truncation_of(fields: GenerationFields) -> Truncation | None:
+    """How a prompt that is too long is to be cut; None refuses it.
+
+    Raises:
+        InvalidRequest: the fields contradict each other, or a value is out of its range.
+    """
+    policy, limit = fields.truncation, fields.truncate_prompt_tokens
+    if limit is not None and limit < 1 and limit != -1:
+        text = f"truncate_prompt_tokens must be at least 1, or -1 for all that fit, got {limit}"
+        raise InvalidRequest(text, field="truncate_prompt_tokens")
+    if policy == "disabled" and limit is not None:
+        raise InvalidRequest("truncation is disabled, but truncate_prompt_tokens is given", field="truncation")
+    if policy == "disabled" or (policy is None and limit is None):
+        return None
+    kind: Policy = "oldest_turns" if policy in ("auto", "oldest_turns") else "last_tokens"
+    return Truncation(kind, None if limit == -1 else limit)
+
+
 async def start(
     exchange: Exchange,
     engine: Engine,
@@ -97,20 +116,27 @@ async def start(
             request_id=f"{exchange.request_id}-{place}" if place else exchange.request_id,
             priority=fields.priority,
             cache_salt=fields.cache_salt,
+            truncation=truncation_of(fields),
         )
         await exchange.enter(generation)
     return Identity(id=prefix + exchange.request_id, model=fields.model, created=int(time.time()))
 
 
-async def finish(exchange: Exchange) -> list[Generation]:
+async def finish(exchange: Exchange, take: Callable[[Delta], object] | None = None) -> list[Generation]:
     """Read all generations to their ends.
+
+    Args:
+        take: is given each delta.
 
     Raises:
         TrioLLMError: one failed, or the server ended the exchange.
     """
     running = sum(generation.params.n for generation in exchange.generations)
     while running:
-        running -= sum(delta.finish_reason is not None for _, delta in await exchange.receive())
+        for _, delta in await exchange.receive():
+            running -= delta.finish_reason is not None
+            if take is not None:
+                take(delta)
     return exchange.generations
 
 

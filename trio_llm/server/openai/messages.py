@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trio_llm.errors import InvalidRequest, UnsupportedParameter
@@ -9,8 +10,11 @@ from trio_llm.prompt.chat_template import Conversation
 from trio_llm.server.openai.wire import ChatCompletionRequest, ContentPart, FunctionCall, Message
 
 
-def conversation(body: ChatCompletionRequest) -> Conversation:
+def conversation(body: ChatCompletionRequest, tools: Sequence[Mapping[str, Any]]) -> Conversation:
     """All that a chat request gives its model to read.
+
+    Args:
+        tools: what the model is told of.
 
     Raises:
         InvalidRequest: a message lacks something, or the fields contradict each other.
@@ -19,6 +23,7 @@ def conversation(body: ChatCompletionRequest) -> Conversation:
     add = body.add_generation_prompt
     return Conversation(
         [_message(message, f"messages[{place}]") for place, message in enumerate(body.messages)],
+        tools,
         add_generation_prompt=not body.continue_final_message if add is None else add,
         continue_final_message=body.continue_final_message,
         reasoning_effort=body.reasoning_effort,

@@ -78,6 +78,23 @@ class StructuredOutputs:
 
 
 @attrs.frozen(kw_only=True)
+class FunctionDefinition:
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Tool:
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+TruncationPolicy = Literal["disabled", "auto", "oldest_turns", "last_tokens"]
+
+
+@attrs.frozen(kw_only=True)
 class GenerationFields:
     """What both endpoints take."""
 
@@ -105,6 +122,8 @@ class GenerationFields:
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    truncation: TruncationPolicy | None = None
+    truncate_prompt_tokens: int | None = None
     priority: int = 0
     cache_salt: str = ""
     return_token_ids: bool = False
@@ -123,6 +142,9 @@ class ChatCompletionRequest(GenerationFields):
     continue_final_message: bool = False
     reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
 
 @attrs.frozen(kw_only=True)
@@ -154,6 +176,15 @@ class UsageBody:
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails = attrs.field(factory=PromptTokensDetails)
     completion_tokens_details: CompletionTokensDetails = attrs.field(factory=CompletionTokensDetails)
+
+
+@attrs.frozen(kw_only=True)
+class TruncatedBody:
+    """What prompts were cut by."""
+
+    messages: int
+    tokens: int | None
+    """None where the whole was too long to be counted."""
 
 
 @attrs.frozen(kw_only=True)
@@ -204,10 +235,26 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 @attrs.frozen(kw_only=True)
+class AnswerFunction:
+    name: str
+    arguments: str
+    """JSON text of an object."""
+
+
+@attrs.frozen(kw_only=True)
+class AnswerToolCall:
+    id: str
+    type: Literal["function"] = "function"
+    function: AnswerFunction
+
+
+@attrs.frozen(kw_only=True)
 class AnswerMessage:
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    reasoning_content: str | None = attrs.field(default=None, metadata=ABSENT)
+    tool_calls: list[AnswerToolCall] | None = attrs.field(default=None, metadata=ABSENT)
 
 
 @attrs.frozen(kw_only=True)
@@ -230,6 +277,7 @@ class ChatCompletion:
     prompt_token_ids: list[int] | None = attrs.field(default=None, metadata=ABSENT)
     prompt_logprobs: PromptLogprobs | None = attrs.field(default=None, metadata=ABSENT)
     timings: TimingsBody | None = attrs.field(default=None, metadata=ABSENT)
+    truncated: TruncatedBody | None = attrs.field(default=None, metadata=ABSENT)
 
 
 @attrs.frozen(kw_only=True)
@@ -254,12 +302,31 @@ class TextCompletion:
     choices: list[TextChoice]
     usage: UsageBody | None = None
     timings: TimingsBody | None = attrs.field(default=None, metadata=ABSENT)
+    truncated: TruncatedBody | None = attrs.field(default=None, metadata=ABSENT)
+
+
+@attrs.frozen(kw_only=True)
+class FunctionDelta:
+    name: str | None = attrs.field(default=None, metadata=ABSENT)
+    arguments: str
+
+
+@attrs.frozen(kw_only=True)
+class ToolCallDelta:
+    """Its index always; id, type and name once, in the first."""
+
+    index: int
+    id: str | None = attrs.field(default=None, metadata=ABSENT)
+    type: Literal["function"] | None = attrs.field(default=None, metadata=ABSENT)
+    function: FunctionDelta
 
 
 @attrs.frozen(kw_only=True)
 class ChunkDelta:
     role: Literal["assistant"] | None = attrs.field(default=None, metadata=ABSENT)
     content: str | None = attrs.field(default=None, metadata=ABSENT)
+    reasoning_content: str | None = attrs.field(default=None, metadata=ABSENT)
+    tool_calls: list[ToolCallDelta] | None = attrs.field(default=None, metadata=ABSENT)
 
 
 @attrs.frozen(kw_only=True)
@@ -281,6 +348,7 @@ class ChatCompletionChunk:
     usage: UsageBody | None = None
     prompt_token_ids: list[int] | None = attrs.field(default=None, metadata=ABSENT)
     timings: TimingsBody | None = attrs.field(default=None, metadata=ABSENT)
+    truncated: TruncatedBody | None = attrs.field(default=None, metadata=ABSENT)
 
 
 @attrs.frozen(kw_only=True)

@@ -1,0 +1,125 @@
+"""Tools and reasoning: what a request lets its model call, and how the text of an answer is to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import attrs
+import trio
+
+from trio_llm.config import ServerSettings
+from trio_llm.core.sampling_params import StructuredOutput
+from trio_llm.engine.engine import Engine
+from trio_llm.engine.generation import Generation
+from trio_llm.errors import InvalidRequest, UnsupportedParameter
+from trio_llm.prompt.output_parser import OutputParser
+from trio_llm.prompt.reasoning import ReasoningFormat, reasoning_format
+from trio_llm.prompt.tool_choice import ToolChoice, read_tool_choice, tool_grammar
+from trio_llm.prompt.tool_formats import ToolFormat, tool_format
+from trio_llm.server.openai.wire import ChatCompletionRequest, Tool
+
+
+@attrs.frozen
+class Formats:
+    """How a model writes calls and reasoning; None where it does not, or it is not known how."""
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+
+
+_known: WeakKeyDictionary[Engine, dict[tuple[str, str], Formats]] = WeakKeyDictionary()
+
+
+async def formats_of(engine: Engine, settings: ServerSettings) -> Formats:
+    """The formats of an engine's model; found out once, in a thread."""
+    known = _known.setdefault(engine, {})
+    names = settings.tool_call_parser, settings.reasoning_parser
+    if names not in known:
+        known[names] = await trio.to_thread.run_sync(_find, engine.tokenizer, *names)
+    return known[names]
+
+
+def _find(tokenizer: Any, tool_name: str, reasoning_name: str) -> Formats:
+    return Formats(tool_format(tokenizer, tool_name), reasoning_format(tokenizer, reasoning_name))
+
+
+@attrs.frozen(kw_only=True)
+class Reading:
+    """How the text of an answer is to be read."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """What the model is told of."""
+    choice: ToolChoice = attrs.field(factory=ToolChoice)
+    parallel: bool = True
+    """Whether more than one call is to be told."""
+    tool_format: ToolFormat | None = None
+    """None: calls are not looked for."""
+    reasoning_format: ReasoningFormat | None = None
+    """None: reasoning is not looked for."""
+    grammar: StructuredOutput | None = None
+    """What forces a call."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the text is the answer as it is."""
+        return self.tool_format is None and self.reasoning_format is None
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Special tokens that must stay in the text to be read."""
+        formats = [self.tool_format, self.reasoning_format]
+        return frozenset().union(*(each.special_token_ids for each in formats if each is not None))
+
+    def parser(self, engine: Engine, generation: Generation) -> OutputParser:
+        """What reads one choice."""
+        reasoning, tools = self.reasoning_format, self.tool_format
+        return OutputParser(
+            None
+            if reasoning is None
+            else reasoning.parser(inside=reasoning.begins_inside(engine.tokenizer, generation.prompt_token_ids)),
+            # where a grammar has made the calls their arguments need not be checked before they are told
+            None if tools is None else tools.parser(self.choice.names, stream_arguments=self.grammar is not None),
+            reasoning_end_token_id=None if reasoning is None else reasoning.end_token_id,
+        )
+
+
+def reading(body: ChatCompletionRequest, formats: Formats, *, is_structured: bool) -> Reading:
+    """How the answer to a request is to be read.
+
+    Args:
+        is_structured: the whole text is held to a form, which leaves no room for reasoning or calls.
+
+    Raises:
+        InvalidRequest: the tools, or what may be chosen of them, are wrong.
+        UnsupportedParameter: the model is not known to call tools.
+    """
+    tools = [_definition(tool) for tool in body.tools or ()]
+    # without tools, "auto" and "none" ask for nothing
+    wanted = None if not tools and body.tool_choice in ("auto", "none") else body.tool_choice
+    choice = read_tool_choice(wanted, tools)
+    reasoning = None if is_structured else formats.reasoning
+    if not choice.names:
+        # a model that may call nothing is told of nothing
+        return Reading(reasoning_format=reasoning)
+    if is_structured:
+        raise InvalidRequest("a structured text does not go with tools, unless tool_choice is none", field="tools")
+    if formats.tools is None:
+        text = "it is not known how this model writes tool calls; --tool-call-parser can name it"
+        raise UnsupportedParameter(text, field="tools")
+    grammar = tool_grammar(formats.tools, tools, choice, parallel=body.parallel_tool_calls)
+    return Reading(
+        tools=tools,
+        choice=choice,
+        parallel=body.parallel_tool_calls,
+        tool_format=formats.tools,
+        reasoning_format=reasoning if grammar is None else None,
+        grammar=grammar,
+    )
+
+
+def _definition(tool: Tool) -> dict[str, Any]:
+    function = tool.function
+    given = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {"type": tool.type, "function": {name: value for name, value in given.items() if value is not None}}
