@@ -42,7 +42,7 @@ class Counting(TorchExecutor):
     """Keeps the plans that it ran."""
 
     def __init__(self, model: PagedModel, num_blocks: int) -> None:
-        super().__init__(model, num_blocks=num_blocks, max_model_len=256)
+        super().__init__(model, num_blocks=num_blocks, max_model_len=256, vocab_size=VOCAB)
         self.plans: list[StepPlan] = []
 
     def launch(self, plan: StepPlan) -> Any:
@@ -56,7 +56,12 @@ def core_of(
     settings = EngineSettings(**{"max_num_seqs": 16, **fields})
     speculation = None
     if draft is not None:
-        drafter = DraftModel(Counting(draft, num_blocks), max_tokens=settings.max_num_batched_tokens, costs=CHEAP)
+        drafter = DraftModel(
+            Counting(draft, num_blocks),
+            vocab_size=draft.vocab_size,
+            max_tokens=settings.max_num_batched_tokens,
+            costs=CHEAP,
+        )
         if prior is not None:
             drafter.prior = (prior,)
         speculation = Speculation(drafter, max_tokens=6, vocab_size=VOCAB, costs=TARGET)
@@ -109,6 +114,32 @@ def test_another_model_changes_no_token(sampling: str) -> None:
         statistics = core.statistics()
         assert statistics.num_draft_tokens > 0
         assert statistics.num_accepted_tokens < 0.3 * statistics.num_draft_tokens
+
+
+@pytest.mark.parametrize("vocab_size", [100, 208])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_a_vocabulary_of_another_size(sampling: str, vocab_size: int) -> None:
+    """Padded more or less; what a request says of tokens that only the target has does no harm."""
+    target = paged(build("llama"), block_size=4, num_blocks=200)
+    draft = paged(build("llama", seed=1, vocab_size=vocab_size), block_size=4, num_blocks=200)
+    fields = {**SAMPLING[sampling], "logit_bias": {155: 1.0, 99: 1.0}, "stop_token_ids": [159]}
+
+    def these() -> list[Request]:
+        return [make_request(str(i), [i, 5, 6], max_tokens=30, seed=i, **fields) for i in range(6)]
+
+    plain, _ = run(core_of(target), these())
+    core = core_of(target, draft)
+    off: set[int] = set()
+
+    def note(core: EngineCore) -> None:
+        off.update(key for key, record in core.speculation._records.items() if record.is_off)
+
+    drafted, _ = run(core, these(), before_step=note)
+    assert drafted == plain
+    assert core.statistics().num_draft_tokens > 0
+    # those alone that said what the draft model has no embedding for
+    unknown = {int(request) for (request, _), tokens in plain.items() if max(tokens[:-1]) >= vocab_size}
+    assert off <= unknown
 
 
 def test_a_draft_model_of_no_use_does_not_run_but_for_probes() -> None:

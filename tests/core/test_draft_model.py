@@ -6,6 +6,7 @@ import random
 import zlib
 from collections.abc import Callable, Sequence
 
+import attrs
 import pytest
 
 from trio_llm.config import EngineSettings
@@ -66,14 +67,11 @@ class DraftedCore(EngineCore):
             }
         )
         self.target = FakeExecutor(info, target_token)
-        self.draft = draft_executor(
-            ExecutorInfo(
-                num_blocks=num_blocks, block_size=SIZE, vocab_size=draft_vocab,
-                max_model_len=draft_model_len or max_model_len,
-            ),
-            draft_token,
-        )  # fmt: skip
-        self.drafter = DraftModel(self.draft, max_tokens=settings.max_num_batched_tokens, costs=draft_costs)
+        info = attrs.evolve(info, max_model_len=draft_model_len or max_model_len)
+        self.draft = draft_executor(info, draft_token)
+        self.drafter = DraftModel(
+            self.draft, vocab_size=draft_vocab, max_tokens=settings.max_num_batched_tokens, costs=draft_costs
+        )
         if prior is not None:
             self.drafter.prior = (prior,)
         super().__init__(self.target, settings, speculation_for(settings, VOCAB, TARGET, self.drafter))

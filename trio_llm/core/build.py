@@ -61,8 +61,15 @@ def build_core(loaded: LoadedModel, settings: EngineSettings, draft: LoadedModel
     if draft is not None and draft_model is not None:
         draft_len = min(max_model_len, draft.max_model_len)
         _allocate(draft_model, num_blocks, draft_len)
-        guesser = TorchExecutor(draft_model, num_blocks=num_blocks, max_model_len=draft_len)
-        drafter = DraftModel(guesser, max_tokens=settings.max_num_batched_tokens, costs=StepCosts.measure(guesser))
+        guesser = TorchExecutor(
+            draft_model, num_blocks=num_blocks, max_model_len=draft_len, vocab_size=model.vocab_size
+        )
+        drafter = DraftModel(
+            guesser,
+            vocab_size=draft_model.vocab_size,
+            max_tokens=settings.max_num_batched_tokens,
+            costs=StepCosts.measure(guesser),
+        )
     return EngineCore(executor, settings, speculation_for(settings, executor.info.vocab_size, costs, drafter))
 
 

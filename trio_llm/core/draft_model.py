@@ -73,7 +73,8 @@ class DraftModel:
     """A Drafter that runs a model.
 
     Args:
-        executor: runs the draft model, with as many blocks of the same size as the target's.
+        executor: runs the draft model, with as many blocks of the same size as the target's, and its vocabulary.
+        vocab_size: tokens that the draft model itself knows.
         max_tokens: the most that one of its forwards computes.
         costs: what its forwards cost, in the unit of the target's steps.
     """
@@ -81,8 +82,9 @@ class DraftModel:
     prior = (0.1,)
     """Low: it has to show what it can do, by probes, before it is relied on."""
 
-    def __init__(self, executor: Executor, *, max_tokens: int, costs: StepCosts) -> None:
+    def __init__(self, executor: Executor, *, vocab_size: int, max_tokens: int, costs: StepCosts) -> None:
         self.executor = executor
+        self.vocab_size = vocab_size
         self.max_tokens = max_tokens
         self.costs = costs
         self._size = executor.info.block_size
@@ -154,7 +156,7 @@ class DraftModel:
             blocks = state.table[begin // self._size : -(-end // self._size)]
             if not tokens or not written.isdisjoint(blocks):
                 continue  # another computes what they share: that serves both in the next step
-            if max(tokens) >= self.executor.info.vocab_size:
+            if max(tokens) >= self.vocab_size:
                 raise ValueError("the draft model does not know a token of the sequence")
             written.update(blocks)
             room -= len(tokens)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
+from torch.nn import functional
 
 from trio_llm.core.attention import SequenceSpan
 from trio_llm.core.executor import ExecutorInfo
@@ -51,15 +52,24 @@ class TorchExecutor:
         num_blocks: how many.
         max_model_len: the model's own limit, in tokens.
         batch_exact: see `ExecutorInfo`.
+        vocab_size: what the model's vocabulary is cut or filled up to, with tokens that never come; None leaves it.
     """
 
-    def __init__(self, model: PagedModel, *, num_blocks: int, max_model_len: int, batch_exact: bool = False) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        batch_exact: bool = False,
+        vocab_size: int | None = None,
+    ) -> None:
         self._model = model
         self._sequences: dict[int, _SequenceState] = {}
         self._info = ExecutorInfo(
             num_blocks=num_blocks,
             block_size=model.backend.block_size,
-            vocab_size=model.vocab_size,
+            vocab_size=vocab_size or model.vocab_size,
             max_model_len=max_model_len,
             batch_exact=batch_exact,
         )
@@ -102,7 +112,9 @@ class TorchExecutor:
             if row.sample:
                 wanted += range(offset - 1 - row.num_drafts, offset)
         # where no logits are wanted, one row of them is still made: the model knows no none
-        return self._model.forward(inputs, wanted or [offset - 1])[: len(wanted)]
+        logits = self._model.forward(inputs, wanted or [offset - 1])[: len(wanted)]
+        missing = self._info.vocab_size - logits.shape[-1]
+        return functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def _score(self, row: Row) -> tuple[tuple[TokenLogprobs, ...], torch.Tensor]:
         """Compute a row of a prompt in pieces, with the logits of each of its tokens.
