@@ -107,6 +107,7 @@ class SimulatedExecutor(FakeExecutor):
         self.poisons = poisons
         self.counts: dict[str, int] = {}
         """Faults that happened, by kind."""
+        self.num_collected = 0
         self.is_dead = False
         self._poisoned: dict[int, Poison] = {}
         self._fault: str | None = None
@@ -165,6 +166,7 @@ class SimulatedExecutor(FakeExecutor):
 
     def collect(self, handle: StepPlan) -> StepResult:
         result = super().collect(handle)
+        self.num_collected += 1
         if self._fault == "collect raises once" and self._num_tries == 1:
             self._fail_once(RuntimeError("injected"))
         failures: dict[int, Exception] = {}

@@ -15,9 +15,12 @@ import attrs
 import trio
 from trio.testing import MockClock
 
+from trio_llm.core.draft_model import DraftModel
 from trio_llm.core.engine_core import EngineCore
-from trio_llm.core.request import Request, Sequence
+from trio_llm.core.request import Request, Sequence, Status
+from trio_llm.core.speculation import speculation_for
 from trio_llm.core.step import SequenceOutput
+from trio_llm.core.step_costs import StepCosts
 from trio_llm.engine import generation as generation_module
 from trio_llm.engine.engine import Engine, run_engine
 from trio_llm.engine.generation import Generation
@@ -38,7 +41,7 @@ class Stay:
     request: Request
     began: int
     running: set[str]
-    """Those that ran when it came."""
+    """Those that ran when it came, or when its choices joined the queue."""
     num_preemptions: int = 0
     was_paused: bool = False
     ended: int = 2**31
@@ -104,6 +107,8 @@ class Simulation:
         self.traffic = make_traffic(self.random)
         poisons = {script.params.seed: script.poison for script in self.traffic.scripts if script.poison is not None}
         self.executor = SimulatedExecutor(self.traffic.info, self.random, self.traffic.fault_rate, poisons)
+        # a draft model that mostly agrees: nothing is wrong with any request there, but its steps fail too
+        self.draft_executor = SimulatedExecutor(self.traffic.info, Random(seed), self.traffic.fault_rate, {})
         self.model = FakeModel(tokenizer=BrokenTokenizer(), eos_token_ids={END})
         self.generations: list[Generation] = []
         self.ends: Counter[tuple[str, int, int]] = Counter()
@@ -153,7 +158,13 @@ class Simulation:
     # --- the worker, which is slow at times ---
 
     def load(self) -> tuple[FakeModel, EngineCore]:
-        self.core = EngineCore(self.executor, self.traffic.settings)
+        settings, info = self.traffic.settings, self.traffic.info
+        drafter = DraftModel(
+            self.draft_executor, vocab_size=info.vocab_size, max_tokens=settings.max_num_batched_tokens,
+            costs=StepCosts(((1, 0.05), (1001, 1.05))),
+        )  # fmt: skip
+        drafter.prior = (0.9,)
+        self.core = EngineCore(self.executor, settings, speculation_for(settings, info.vocab_size, None, drafter))
         core, scheduler = self.core, self.core.scheduler
         self.step, core.step = core.step, self.checked_step  # type: ignore[method-assign]
         self.add, core.add = core.add, self.noted_add  # type: ignore[method-assign]
@@ -208,6 +219,7 @@ class Simulation:
             nursery.start_soon(hand_over)
             while not worker.stopped and error is None:
                 self.executor.begin_turn()
+                self.draft_executor.begin_turn()
                 try:
                     is_busy = worker.pump()
                 except Exception as crash:
@@ -233,12 +245,15 @@ class Simulation:
         paused = [sequence for sequence in scheduler._sequences.values() if scheduler._is_paused(sequence)]
         for sequence in paused:
             self.stays[sequence.request.id].was_paused = True
+        following = [s.request.id for s in scheduler._sequences.values() if s.status is Status.FOLLOWING]
         ready = [sequence for sequence in scheduler._running if not scheduler._is_paused(sequence)]
         before = [(sequence.num_tokens, sequence.num_computed_tokens) for sequence in ready[:1]]
         num_failed_steps, num_faults = core.statistics().num_failed_steps, sum(self.executor.counts.values())
         num_not_finite = self.executor.counts.get("row is not finite", 0)
         outputs = self.step(now)
         core.check()
+        for request_id in following:
+            self.stays[request_id].running |= {sequence.request.id for sequence in scheduler._running}
         for output in outputs:
             self.note_end(output.request_id)
         if core.statistics().num_failed_steps > num_failed_steps:
@@ -358,7 +373,7 @@ class Simulation:
             self.core.check()
             assert (core.num_running, core.num_waiting, core.num_free_blocks) == (0, 0, core.num_blocks)
             self.check_waits()
-            assert not self.executor.sequences and not self.core._requests
+            assert not self.executor.sequences and not self.draft_executor.sequences and not self.core._requests
             assert self.core.speculation is None or not self.core.speculation._records
         self.totals.faults.update(self.executor.counts)
         self.totals.events.update(
@@ -368,6 +383,7 @@ class Simulation:
             preemptions=core.num_preemptions,
             cache_hits=core.num_cache_hits,
             accepted_drafts=core.num_accepted_tokens,
+            draft_model_forwards=self.draft_executor.num_collected,
             wasted_tokens=statistics.wasted_tokens,
         )
         self.totals.events[f"engine: {self.traffic.end}"] += 1

@@ -66,7 +66,14 @@ FAULTS = [
     "row is not finite",
     "admit raises",
 ]
-EVENTS = ["preemptions", "steps beside a paused sequence", "cache_hits", "accepted_drafts", "wasted_tokens"]
+EVENTS = [
+    "preemptions",
+    "steps beside a paused sequence",
+    "cache_hits",
+    "accepted_drafts",
+    "draft_model_forwards",
+    "wasted_tokens",
+]
 
 
 def test_any_traffic_with_any_faults() -> None:

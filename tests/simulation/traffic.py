@@ -91,7 +91,8 @@ def make_traffic(random: Random) -> Traffic:
         stall_timeout=25.0,
         step_timeout=1000.0,
         enable_prefix_caching=random.random() < 0.8,
-        speculative_method=random.choice(["off", "ngram"]),
+        speculative_method=random.choice(["off", "ngram", "draft_model"]),
+        speculative_model="simulated",
         num_speculative_tokens=random.choice([2, 8]),
     )
     # from hardly more than one request to hardly any preemption
