@@ -126,11 +126,12 @@ async def ask_text(server, **fields):
 async def test_the_older_shape(serving, kind):
     executor, model, ids = saying(kind, TEXT)
     async with serving(executor=executor, model=model) as server:
-        choice, _ = await ask_text(server, n=2)
+        choice, usage = await ask_text(server, n=2)
         logprobs = choice["logprobs"]
         assert choice["text"] == TEXT
-        assert {len(values) for values in logprobs.values()} == {len(ids)}
-        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert {len(values) for values in logprobs.values()} == {len(ids) + 1} == {usage["completion_tokens"] // 2}
+        assert (logprobs["tokens"][-1], logprobs["text_offset"][-1]) == (model.tokenizer.decode([1]), len(TEXT))
+        for token, offset in zip(logprobs["tokens"][:-1], logprobs["text_offset"][:-1], strict=True):
             assert token.startswith("bytes:") or TEXT[offset:].startswith(token)
         assert all(
             2 <= len(top) <= 3 and token in top
@@ -149,12 +150,12 @@ async def test_echo(serving, kind, prompt):
             logprobs = choice["logprobs"]
             text = prompt + TEXT
             assert choice["text"] == text
-            assert {len(values) for values in logprobs.values()} == {len(encoded) + len(ids)}
+            assert {len(values) for values in logprobs.values()} == {len(encoded) + len(ids) + 1}
             assert usage["prompt_tokens"] == len(encoded)
             assert logprobs["token_logprobs"][0] is None
             assert logprobs["top_logprobs"][0] is None
             assert None not in logprobs["token_logprobs"][1:]
-            for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            for token, offset in zip(logprobs["tokens"][:-1], logprobs["text_offset"][:-1], strict=True):
                 if not token.startswith("bytes:"):
                     assert text[offset:].startswith(token) or (offset == 0 and text.startswith(token.lstrip()))
 

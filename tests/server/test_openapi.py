@@ -125,7 +125,7 @@ def test_limits_are_those_of_the_sampling_parameters(document):
             with pytest.raises(Exception, match=name):
                 SamplingParams(**{name: value})
     assert properties["stop"]["anyOf"][1]["maxItems"] == 4
-    assert properties["temperature"]["description"] == "0 is greedy."
+    assert properties["temperature"]["description"] == fields.CHAT["temperature"].remark
 
 
 def test_lenient_servers_say_so(app):

@@ -136,16 +136,17 @@ class Schemas:
         table = self._tables.get(kind)
         if table is not None:
             for name, row in table.items():
-                properties[name] = {**(properties.get(name) or self._unused(row)), SUPPORT: row.treatment}
+                remark = {"description": row.remark} if row.remark else {}
+                properties[name] = {**(properties.get(name) or self._unused(row)), **remark, SUPPORT: row.treatment}
         bound = {} if table is None or self._lenient else {"additionalProperties": False}
         return {"properties": properties, "required": required, **bound}
 
     def _unused(self, row: Field) -> Schema:
         if row.treatment == "accepted":
-            return {**_nullable(_CHECKED[row.check]), "description": "Accepted, and not used."}
+            return _nullable(_CHECKED[row.check])
         if self._lenient:
-            return {"description": "Not supported: ignored."}
-        return {"enum": [*row.neutral, None], "description": "Not supported: only values that ask for nothing pass."}
+            return {}
+        return {"enum": [*row.neutral, None]}  # the values that ask for nothing
 
 
 def _described(field: attrs.Attribute[Any], owners: Iterable[type]) -> Schema:

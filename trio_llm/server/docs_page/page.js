@@ -57,7 +57,7 @@ function fields(schema) {
   const names = Object.keys(schema.properties ?? {}).sort((a, b) => required.has(b) - required.has(a));
   const treated = (treatment) => names.filter((name) => (schema.properties[name]["x-support"] ?? "supported") === treatment);
   const parts = [...prose(schema.description ?? ""), fieldTable(schema, treated("supported"))];
-  for (const [treatment, title] of [["accepted", "Accepted and not used"], ["refused", "Not supported"]]) {
+  for (const [treatment, title] of [["accepted", "Accepted and not used"], ["refused", "Not supported: only values that ask for nothing pass"]]) {
     const found = treated(treatment);
     if (found.length) parts.push(make("details", {}, make("summary", {}, `${title} (${found.length})`), fieldTable(schema, found)));
   }

@@ -28,7 +28,7 @@ from trio_llm.server.openai.generate import (
     start,
 )
 from trio_llm.server.openai.limits import MAX_PROMPTS
-from trio_llm.server.openai.logprobs import TextLogprobWriter, of_text, prompt_logprobs
+from trio_llm.server.openai.logprobs import TextLogprobWriter, prompt_logprobs
 from trio_llm.server.openai.parsing import parse_completion, read_json
 from trio_llm.server.openai.structured import structured_output
 from trio_llm.server.openai.wire import CompletionRequest, TextChoice, TextCompletion, TextLogprobs
@@ -197,7 +197,7 @@ def _completion(
 ) -> TextCompletion:
     choices = [
         writers[place][choice.index].take(
-            place * body.n + choice.index, choice.text, of_text(choice), choice.token_ids, str(choice.finish_reason)
+            place * body.n + choice.index, choice.text, choice.logprobs, choice.token_ids, str(choice.finish_reason)
         )
         for place, generation in enumerate(generations)
         for choice in generation.choices
@@ -248,7 +248,7 @@ class TextChunks(Chunks):
         self, index: int, generation: Generation, text: str, deltas: Sequence[Delta]
     ) -> TextChoice | None:
         choice = self._choices[index]
-        scored = [entry for delta in deltas for entry in of_text(delta)]
+        scored = [entry for delta in deltas for entry in delta.logprobs]
         token_ids = [token for delta in deltas for token in delta.token_ids] if self.body.return_token_ids else []
         if not (text or scored or token_ids or choice.owes_echo):
             return None

@@ -261,7 +261,9 @@ COMPLETION: Table = {
     ),
     "suffix": supported(remark="For models whose vocabulary has tokens for filling in the middle; else refused."),
     "echo": supported(remark="The prompt stands before each text; with `logprobs`, those of its tokens too."),
-    "logprobs": supported(remark="From 0 to 5, in the older shape; `text_offset` counts characters of the text."),
+    "logprobs": supported(
+        remark="From 0 to 5, in the older shape; an end token has its place; `text_offset` counts characters of the text."
+    ),
     **_SAMPLING,
     "best_of": refused(neutral=(1,)),
 }

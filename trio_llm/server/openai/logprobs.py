@@ -41,6 +41,9 @@ def _entry(token_id: int, logprob: float, tokens: TokenBytes) -> TokenLogprob:
 class TextLogprobWriter:
     """The shape of completions, for one choice, in pieces.
 
+    Every token has its place in it, the end token too: evaluation harnesses ask for an echo and one
+    token, and drop the last place.
+
     Args:
         tokens: of the generation.
         text: what the answer's text begins with: the prompt if it is echoed.
