@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trio_llm.core.draft_model import DraftModel
 from trio_llm.core.drafter import NgramDrafter
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.grammar import Grammar, GrammarCompiler
@@ -19,8 +20,10 @@ from trio_llm.core.logits import Edits, Rewriter
 from trio_llm.core.model import PagedModel
 from trio_llm.core.request import FinishReason, Request
 from trio_llm.core.sampling_params import SamplingParams, StructuredOutput
-from trio_llm.core.speculation import Speculation, StepCosts
+from trio_llm.core.speculation import Speculation
 from trio_llm.core.step import SamplingTask
+from trio_llm.core.step_costs import StepCosts
+from trio_llm.core.torch_executor import TorchExecutor
 from trio_llm.errors import RequestFailed
 
 from . import tokenizers
@@ -137,6 +140,35 @@ def test_texts_with_ngram_drafts_are_the_texts_without(model: PagedModel, sampli
     statistics = engine.statistics()
     assert 0 < statistics.num_accepted_tokens < statistics.num_draft_tokens
     assert statistics.num_steps < plain_core.statistics().num_steps
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
+def test_a_draft_model_guesses_within_the_grammar(model: PagedModel, sampling: dict[str, Any]) -> None:
+    """The target's double is always right, which it could not be if it knew no grammar, and one of another
+    vocabulary size changes nothing."""
+    plain, _ = run(core(model), one_of_each(n=2, **sampling))
+    free = StepCosts(((1, 1.0), (1000, 1.0)))
+    for other in (
+        build("llama", vocab_size=VOCAB_SIZE),
+        build("llama", seed=1, vocab_size=400),
+        build("llama", seed=1, vocab_size=300),
+    ):
+        draft = paged(other, block_size=4, num_blocks=NUM_BLOCKS)
+        executor = TorchExecutor(draft, num_blocks=NUM_BLOCKS, max_model_len=256, vocab_size=VOCAB_SIZE)
+        drafter = DraftModel(
+            executor, vocab_size=draft.vocab_size, max_tokens=64, costs=StepCosts(((1, 0.1), (2, 0.1)))
+        )
+        drafter.prior = (0.9,)
+        engine = core(model)
+        engine.speculation = Speculation(drafter, max_tokens=5, vocab_size=VOCAB_SIZE, costs=free)
+        drafted, _ = run(engine, one_of_each(n=2, **sampling))
+        assert drafted == plain
+        statistics = engine.statistics()
+        if draft.vocab_size == VOCAB_SIZE:
+            assert statistics.num_accepted_tokens >= 0.99 * statistics.num_draft_tokens > 0
+        else:
+            assert 0 < statistics.num_accepted_tokens < statistics.num_draft_tokens
+        assert is_idle(engine)
 
 
 def test_texts_are_the_same_however_often_they_are_preempted(model: PagedModel) -> None:
