@@ -322,6 +322,40 @@ def test_a_tokenizer_of_another_kind_is_refused() -> None:
             bare.compile(StructuredOutput("json_object"))
 
 
+def long_chains() -> dict[str, StructuredOutput]:
+    """Rules and references that lead to one another, as many as a source may hold."""
+    rules = "\n".join(f"r{number}: r{number + 1}" for number in range(15000))
+    tokens = rules.replace("r", "R")
+    references = {f"a{number}": {"$ref": f"#/$defs/a{number + 1}"} for number in range(7000)}
+    nested = {f"a{number}": {"anyOf": [{"items": {"$ref": f"#/$defs/a{number + 1}"}}]} for number in range(3500)}
+    return {
+        "rules": StructuredOutput("lark", f'start: r0\n{rules}\nr15000: "a"'),
+        "tokens": StructuredOutput("lark", f'start: R0\n{tokens}\nR15000: "a"'),
+        "references": schema({"$ref": "#/$defs/a0", "$defs": {**references, "a7000": {"const": 1}}}),
+        "schemas": schema({"$ref": "#/$defs/a0", "$defs": {**nested, "a3500": {"const": 1}}}),
+    }
+
+
+@pytest.mark.parametrize("kind", ["rules", "tokens", "references", "schemas"])
+def test_a_long_chain_does_not_end_the_process(kind: str) -> None:
+    grammar = compiler("byte level").compile(long_chains()[kind])
+    assert grammar.start().allowed().any()
+    assert threading.stack_size() == 0
+
+
+def test_a_compiler_that_panics_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicError(BaseException):
+        """As a panic in Rust comes to Python."""
+
+    def panic(*_: object) -> None:
+        raise PanicError
+
+    broken = GrammarCompiler(tokenizers.byte_level(), vocab_size=300, eos_token_ids=frozenset({tokenizers.END}))
+    monkeypatch.setattr(broken, "_make_tokenizer", panic)
+    with pytest.raises(InvalidRequest, match="gave up"):
+        broken.compile(StructuredOutput("json_object"))
+
+
 # -- the vocabulary
 
 

@@ -14,7 +14,8 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -32,6 +33,10 @@ Words = npt.NDArray[np.uint32]
 
 MAX_GRAMMARS = 64
 """Compiled grammars that are kept for the next request with the same source."""
+
+STACK_SIZE = 2**29
+"""Of a thread that compiles: llguidance follows rules and references by recursion, of which a source of
+MAX_STRUCTURE_BYTES can ask for many thousand levels.  Memory is taken only for those that there are."""
 
 JSON_FORM = {
     # a blank at most, and only there: with free white space a model can say nothing else until max_tokens
@@ -177,7 +182,7 @@ class GrammarCompiler:
         """
         grammar = self.find(structure)
         if grammar is None:
-            grammar = self._compile(structure)
+            grammar = _on_large_stack(lambda: self._compile(structure))
             with self._lock:
                 self._grammars[structure] = grammar
                 if len(self._grammars) > MAX_GRAMMARS:
@@ -217,6 +222,30 @@ class GrammarCompiler:
             except (ValueError, TypeError) as error:
                 raise _refused(f"the model's tokenizer cannot be used: {error}") from error
             return self._tokenizer
+
+
+_starting = threading.Lock()
+
+
+def _on_large_stack(compile_: Callable[[], Grammar]) -> Grammar:
+    """Compile in a thread of STACK_SIZE, and wait for it: on the usual stack a long chain of rules ends the process."""
+    result: Future[Grammar] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(compile_())
+        except BaseException as error:
+            # a panic in llguidance is no Exception
+            result.set_exception(error if isinstance(error, Exception) else _refused("the compiler gave up"))
+
+    thread = threading.Thread(target=run, name="trio_llm grammar", daemon=True)
+    with _starting:
+        usual = threading.stack_size(STACK_SIZE)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    return result.result()
 
 
 def _source(structure: StructuredOutput) -> str:
