@@ -322,6 +322,34 @@ def test_a_tokenizer_of_another_kind_is_refused() -> None:
             bare.compile(StructuredOutput("json_object"))
 
 
+def conjunctions(number: int) -> dict[str, StructuredOutput]:
+    """What must match so many expressions at once."""
+    definitions = {f"a{place}": {"$ref": f"#/$defs/a{place + 1}", "pattern": f"a{place}"} for place in range(number)}
+    return {
+        "lark": StructuredOutput(
+            "lark", "start: A\nA: " + " & ".join(f"/.*a{place}&.*/" for place in range(number + 1))
+        ),
+        "allOf": schema({"type": "string", "allOf": [{"pattern": f"a{place}"} for place in range(number)]}),
+        "$ref": schema({"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{number}": {"type": "string"}}}),
+        "lark with a schema": StructuredOutput(
+            "lark", "start: %json " + json.dumps({"allOf": [{"pattern": f"a{place}"} for place in range(number)]})
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", ["lark", "allOf", "$ref", "lark with a schema"])
+def test_expressions_that_would_take_for_ever_together_are_refused(kind: str) -> None:
+    with pytest.raises(InvalidRequest, match="more than 16 expressions"):
+        compiler("byte level").compile(conjunctions(40)[kind])
+    compiler("byte level").compile(conjunctions(3)[kind])
+
+
+def test_many_patterns_that_stand_apart_are_no_matter() -> None:
+    properties = {f"p{number}": {"type": "string", "pattern": "^a$"} for number in range(40)}
+    value = {"properties": {**properties, "allOf": {"allOf": [{"const": 1}]}}}
+    compiler("byte level").compile(schema(value))
+
+
 def long_chains() -> dict[str, StructuredOutput]:
     """Rules and references that lead to one another, as many as a source may hold."""
     rules = "\n".join(f"r{number}: r{number + 1}" for number in range(15000))

@@ -38,6 +38,9 @@ STACK_SIZE = 2**29
 """Of a thread that compiles: llguidance follows rules and references by recursion, of which a source of
 MAX_STRUCTURE_BYTES can ask for many thousand levels.  Memory is taken only for those that there are."""
 
+MAX_JOINED = 16
+"""Expressions that a text may have to match at once: each more doubles the time, which no limit of llguidance bounds."""
+
 JSON_FORM = {
     # a blank at most, and only there: with free white space a model can say nothing else until max_tokens
     "item_separator": ", ?",
@@ -199,6 +202,8 @@ class GrammarCompiler:
             raise _refused(str(error)) from None
         if not _can_spell(tokenizer, structure):
             raise _refused("it has characters for which the model's tokenizer has no tokens")
+        if _num_joined(structure) > MAX_JOINED:
+            raise _refused(f"more than {MAX_JOINED} expressions might have to match at once")
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
         if not matcher.is_error():
             # the first mask costs the most; and it shows whether there is any text of this form
@@ -286,6 +291,29 @@ def _can_spell(tokenizer: LLTokenizer, structure: StructuredOutput) -> bool:
     text = json.dumps(json.loads(structure.value), ensure_ascii=False) if is_json else structure.value
     unusual = "".join(sorted({character for character in text if not " " <= character <= "~"})).encode()
     return unusual in tokenizer.decode_bytes(tokenizer.tokenize_bytes(unusual))
+
+
+def _num_joined(structure: StructuredOutput) -> int:
+    """How many expressions a text might have to match at once (by "&", or by patterns under allOf or $ref), at most."""
+    if structure.kind == "lark":
+        text = structure.value
+        num_patterns = (
+            len(re.findall(r'"(?:pattern|format)"\s*:', text)) if re.search(r'"(?:allOf|\$ref)"', text) else 0
+        )
+        return num_patterns + _LARK.sub(lambda found: found[1] or "", text).count("&")
+    num_patterns, is_joined = 0, False
+    nodes: list[Any] = [json.loads(structure.value)] if structure.kind == "json_schema" else []
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, list):
+            nodes += node
+        elif isinstance(node, dict):
+            own = ("pattern" in node) + ("format" in node)
+            others = node["allOf"] if isinstance(node.get("allOf"), list) else []
+            num_patterns += own
+            is_joined |= len(others) + ("$ref" in node) > 0 and own + len(others) + ("$ref" in node) > 1
+            nodes += node.values()
+    return num_patterns if is_joined else 0
 
 
 def _reason(message: str) -> str:
