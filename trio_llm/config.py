@@ -31,6 +31,11 @@ class EngineSettings:
     """"auto" is CUDA where there is a GPU, else the CPU."""
     dtype: DType = "auto"
     """"auto" is float32 on the CPU and bfloat16 on CUDA."""
+    quantization: Literal["auto", "none", "int8"] = "auto"
+    """"int8" computes linear layers in 8 bits, on the CPU; "auto" does so where the weights come from a
+    quantised GGUF file and a C++ compiler is at hand, "none" takes weights as they are."""
+    compiled_kernels: bool = True
+    """Build kernels for the CPU at first use, where there is a C++ compiler; without them torch does all the work."""
     max_model_len: int | None = None
     """Tokens of context, prompt and output together; None is the model's own limit."""
     max_num_seqs: int = 64

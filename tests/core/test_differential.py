@@ -9,7 +9,7 @@ from trio_llm.core.attention import SdpaBackend
 from trio_llm.models.loader import load_model
 
 from .helpers import is_idle, make_request, run
-from .tiny_models import ARCHITECTURES, PROMPTS, Comparison, build, core_of, greedy, paged, references
+from .tiny_models import ARCHITECTURES, BACKENDS, PROMPTS, Comparison, build, core_of, greedy, paged, references
 
 NUM_TOKENS = 64
 comparison = Comparison()
@@ -26,20 +26,21 @@ def compare(core, expected, prompts=PROMPTS, counts=comparison) -> None:
     assert is_idle(core)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_text_is_transformers_own_however_it_is_computed(architecture: str) -> None:
+def test_greedy_text_is_transformers_own_however_it_is_computed(architecture: str, backend: str) -> None:
     expected = references(architecture)
     # a random model may repeat itself; it must not do nothing else
     assert len({token for reference in expected for token in reference.token_ids}) > 8
 
-    wide = paged(build(architecture), block_size=16)
+    wide = paged(build(architecture), block_size=16, backend=backend)
     wide.probe()
     for prompt, reference in zip(PROMPTS, expected, strict=True):
         compare(core_of(wide), [reference], [prompt])
     compare(core_of(wide), expected)
     compare(core_of(wide, max_num_seqs=4, max_num_batched_tokens=7), expected)
 
-    narrow = paged(build(architecture), block_size=4)
+    narrow = paged(build(architecture), block_size=4, backend=backend)
     narrow.probe()
     compare(core_of(narrow, max_num_seqs=2, max_num_batched_tokens=3), expected)
     preempting = core_of(narrow, num_blocks=30, max_num_batched_tokens=11)
@@ -52,7 +53,7 @@ def test_greedy_text_is_transformers_own_however_it_is_computed(architecture: st
 def test_the_comparison_would_see_a_window_that_is_one_too_wide(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    narrow = paged(build(architecture), block_size=4)
+    narrow = paged(build(architecture), block_size=4, backend="torch")
     right = SdpaBackend.reaches
     monkeypatch.setattr(SdpaBackend, "reaches", lambda self, window: right(self, window and window + 1))
     with pytest.raises(AssertionError, match="differs"):
@@ -60,7 +61,7 @@ def test_the_comparison_would_see_a_window_that_is_one_too_wide(
 
 
 def test_the_comparison_would_see_a_forgotten_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow = paged(build("llama"), block_size=4)
+    narrow = paged(build("llama"), block_size=4, backend="torch")
     right = SdpaBackend._slots
 
     def forget(self, span):
@@ -72,14 +73,15 @@ def test_the_comparison_would_see_a_forgotten_token(monkeypatch: pytest.MonkeyPa
         compare(core_of(narrow), references("llama"), counts=Comparison())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block_size", [1, 2, 5, 64])
-def test_any_block_size_and_prompts_that_end_on_its_border(block_size: int) -> None:
+def test_any_block_size_and_prompts_that_end_on_its_border(block_size: int, backend: str) -> None:
     model = build("gemma3_text")
     prompts = [[9, 8, 7, 6, 5] * 4, [3] * (2 * block_size), [4] * (2 * block_size + 1), [5] * max(1, block_size - 1)]
     expected = [greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
     counts = Comparison()
     num_blocks = 800 // block_size
-    paged_model = paged(model, block_size=block_size, num_blocks=max(4, num_blocks))
+    paged_model = paged(model, block_size=block_size, num_blocks=max(4, num_blocks), backend=backend)
     for budget in (9, 512):
         core = core_of(paged_model, num_blocks=num_blocks, max_num_batched_tokens=budget)
         compare(core, expected, prompts, counts)
@@ -135,7 +137,8 @@ def test_two_cores_that_step_in_turns_do_not_disturb_each_other() -> None:
 # -- the real model
 
 
-def test_smollm2_gives_transformers_own_text_however_it_is_computed() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_smollm2_gives_transformers_own_text_however_it_is_computed(backend: str) -> None:
     loaded = load_model("smollm2", settings=EngineSettings(device="cpu"))
     texts = [
         "The capital of France is",
@@ -146,7 +149,7 @@ def test_smollm2_gives_transformers_own_text_however_it_is_computed() -> None:
     # batched in one call, transformers would pad; one by one is its plainest form
     expected = [greedy(loaded.model, prompt, NUM_TOKENS) for prompt in prompts]
     counts = Comparison()
-    model = paged(loaded.model, block_size=16)
+    model = paged(loaded.model, block_size=16, backend=backend)
     model.probe()
     compare(core_of(model), expected[:1], prompts[:1], counts)
     compare(core_of(model), expected, prompts, counts)

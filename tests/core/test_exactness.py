@@ -90,7 +90,13 @@ class Notes:
         executor._forward = noting_forward  # type: ignore[method-assign]
 
 
-def built(architecture: str, *, dtype: torch.dtype = torch.float32, deterministic: bool = False) -> EngineCore:
+def built(
+    architecture: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    deterministic: bool = False,
+    compiled_kernels: bool = True,
+) -> EngineCore:
     """As an engine gets it."""
     loaded = LoadedModel(
         name="tiny",
@@ -101,7 +107,13 @@ def built(architecture: str, *, dtype: torch.dtype = torch.float32, deterministi
         load_seconds=0.0,
         max_model_len=256,
     )
-    settings = EngineSettings(max_num_seqs=8, block_size=4, max_model_len=64, deterministic=deterministic)
+    settings = EngineSettings(
+        max_num_seqs=8,
+        block_size=4,
+        max_model_len=64,
+        deterministic=deterministic,
+        compiled_kernels=compiled_kernels,
+    )
     return build_core(loaded, settings)
 
 
@@ -220,7 +232,7 @@ def test_what_the_deterministic_mode_costs(monkeypatch: pytest.MonkeyPatch) -> N
     """Rows are padded to a multiple of sixteen, and each token of a prompt attends by itself."""
     counts = []
     for deterministic in (False, True):
-        model = built("llama", deterministic=deterministic).executor._model
+        model = built("llama", deterministic=deterministic, compiled_kernels=False).executor._model
         rows: list[int] = []
         model.model.lm_head.register_forward_hook(lambda module, args, out, rows=rows: rows.append(args[0].shape[1]))
         model.model.model.layers[0].mlp.down_proj.register_forward_hook(
@@ -353,7 +365,7 @@ def test_the_probe_of_padded_rows_tries_no_others() -> None:
 
 
 def test_padding_leaves_the_pages_of_nobody_changed() -> None:
-    model = built("llama", deterministic=True).executor._model
+    model = built("llama", deterministic=True, compiled_kernels=False).executor._model
     for pages in model.backend._pages:
         pages.fill_(7.0)
     run(core_of(model, num_blocks=8), [make_request("a", [1, 2, 3], max_tokens=3)])

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trio_llm.config import EngineSettings
 from trio_llm.core.attention import SdpaBackend
 from trio_llm.core.engine_core import EngineCore
+from trio_llm.core.kernels import load
 from trio_llm.core.linear import speed_up_linears
 from trio_llm.core.model import PagedModel
+from trio_llm.core.page_attention import PageBackend
 from trio_llm.core.torch_executor import TorchExecutor
 
 CPU = torch.device("cpu")
@@ -129,9 +132,19 @@ class Comparison:
         assert self.num_ties <= 0.01 * self.num_compared, f"{self.num_ties} ties of {self.num_compared}"
 
 
-def paged(model: PreTrainedModel, *, block_size: int = 16, num_blocks: int = 64) -> PagedModel:
-    speed_up_linears(model)  # as build_core does
-    paged_model = PagedModel(model, SdpaBackend(CPU, block_size))
+BACKENDS = ("torch", "kernels")
+
+
+def paged(
+    model: PreTrainedModel, *, block_size: int = 16, num_blocks: int = 64, backend: str | None = None
+) -> PagedModel:
+    """As build_core does it; `backend` is one of BACKENDS, by default what the product takes here."""
+    speed_up_linears(model)
+    kernels = None if backend == "torch" else load()
+    if kernels is None and backend == "kernels":
+        pytest.skip("there is no C++ compiler here")
+    pages = SdpaBackend(CPU, block_size) if kernels is None else PageBackend(kernels, block_size)
+    paged_model = PagedModel(model, pages)
     paged_model.allocate(num_blocks)
     return paged_model
 

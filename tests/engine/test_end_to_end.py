@@ -11,7 +11,8 @@ from trio_llm import open_engine
 from trio_llm.config import EngineSettings
 from trio_llm.models.loader import LoadedModel, load_model
 
-SETTINGS = EngineSettings(device="cpu", max_num_seqs=4, max_model_len=256)
+# the weights as they are: transformers is to make the same text of them
+SETTINGS = EngineSettings(device="cpu", quantization="none", max_num_seqs=4, max_model_len=256)
 
 
 @pytest.fixture(scope="module")

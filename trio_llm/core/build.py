@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import structlog
+import torch
 
 from trio_llm.config import EngineSettings
 from trio_llm.core.attention import SdpaBackend
 from trio_llm.core.draft_model import DraftModel
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.exactness import ROW_MULTIPLE, batch_dependence, use_deterministic_experts
+from trio_llm.core.kernels import Kernels, load
 from trio_llm.core.linear import speed_up_linears
 from trio_llm.core.memory import num_kv_blocks
 from trio_llm.core.model import PagedModel
+from trio_llm.core.page_attention import PageBackend
+from trio_llm.core.quantization import quantize
 from trio_llm.core.speculation import speculation_for
 from trio_llm.core.step_costs import StepCosts
 from trio_llm.core.torch_executor import TorchExecutor
@@ -32,7 +36,7 @@ def build_core(loaded: LoadedModel, settings: EngineSettings, draft: LoadedModel
 
     Raises:
         ModelNotSupported: the architecture cannot run through paged attention, or runs wrongly.
-        ConfigurationError: the KV memory is too small, or max_model_len above the model's own.
+        ConfigurationError: the KV memory is too small, max_model_len above the model's own, or int8 not to be had.
     """
     model = _paged(loaded, settings)
     max_model_len = settings.max_model_len or loaded.max_model_len
@@ -51,7 +55,7 @@ def build_core(loaded: LoadedModel, settings: EngineSettings, draft: LoadedModel
         settings=settings,
         max_model_len=max_model_len,
     )
-    _allocate(model, num_blocks, max_model_len)
+    _allocate(loaded, settings, model, num_blocks, max_model_len)
     dependence = batch_dependence(model, num_blocks=num_blocks, max_rows=settings.max_num_batched_tokens)
     executor = TorchExecutor(model, num_blocks=num_blocks, max_model_len=max_model_len, batch_exact=dependence is None)
     if dependence is not None and settings.deterministic:
@@ -60,7 +64,7 @@ def build_core(loaded: LoadedModel, settings: EngineSettings, draft: LoadedModel
     drafter = None
     if draft is not None and draft_model is not None:
         draft_len = min(max_model_len, draft.max_model_len)
-        _allocate(draft_model, num_blocks, draft_len)
+        _allocate(draft, settings, draft_model, num_blocks, draft_len)
         guesser = TorchExecutor(
             draft_model, num_blocks=num_blocks, max_model_len=draft_len, vocab_size=model.vocab_size
         )
@@ -76,13 +80,20 @@ def build_core(loaded: LoadedModel, settings: EngineSettings, draft: LoadedModel
 def _paged(loaded: LoadedModel, settings: EngineSettings, *, beside: PagedModel | None = None) -> PagedModel:
     """Our attention in place of the model's own, with the blocks of the model that it is to run beside."""
     device = loaded.model.device
+    if settings.quantization == "int8" and not _is_float32_on_cpu(loaded):
+        raise ConfigurationError("int8 needs device cpu and dtype float32", field="quantization")
     speed_up_linears(loaded.model)
     block_size = settings.block_size if beside is None else beside.backend.block_size
     # what a draft model computes changes no token
     deterministic = settings.deterministic and beside is None
     if deterministic:
         use_deterministic_experts(loaded.model)
-    backend = SdpaBackend(device, block_size or 16, one_by_one=deterministic)
+    kernels = _kernels(loaded, settings)
+    backend = (
+        SdpaBackend(device, block_size or 16, one_by_one=deterministic)
+        if kernels is None
+        else PageBackend(kernels, block_size or 16)
+    )
     model = PagedModel(loaded.model, backend, row_multiple=ROW_MULTIPLE if deterministic else 1)
     is_free = (beside is None or model.backend.block_size % BLOCK_SIZE == 0) and not deterministic
     if device.type == "cuda" and can_attend(model.specs, model.dtype) and is_free:
@@ -90,11 +101,27 @@ def _paged(loaded: LoadedModel, settings: EngineSettings, *, beside: PagedModel 
     return model
 
 
-def _allocate(model: PagedModel, num_blocks: int, max_model_len: int) -> None:
+def _allocate(
+    loaded: LoadedModel, settings: EngineSettings, model: PagedModel, num_blocks: int, max_model_len: int
+) -> None:
     model.allocate(num_blocks)
     model.probe()
+    kernels = _kernels(loaded, settings)
+    by_itself = settings.quantization == "auto" and loaded.is_quantized and kernels is not None
+    if settings.quantization == "int8" or by_itself:
+        # after the probe, which could be stricter: in 8 bits a small difference may round a number the other way
+        quantize(loaded.model, kernels)
+        model.fuse_layers()
     if isinstance(model.backend, VarlenBackend):
         model.record_decode_steps(max_model_len)
+
+
+def _is_float32_on_cpu(loaded: LoadedModel) -> bool:
+    return loaded.model.device.type == "cpu" and loaded.model.dtype is torch.float32
+
+
+def _kernels(loaded: LoadedModel, settings: EngineSettings) -> Kernels | None:
+    return load() if settings.compiled_kernels and _is_float32_on_cpu(loaded) else None
 
 
 def _cuda_block_size(wanted: int | None) -> int:

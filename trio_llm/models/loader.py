@@ -51,6 +51,8 @@ class LoadedModel:
     """The model's own limit, prompt and output together."""
     load_seconds: float
     """Without the imports."""
+    is_quantized: bool = False
+    """The weights were rounded to a few bits already, in the file that they come from."""
     import_seconds: float = 0.0
     """Of torch and transformers; next to nothing if the process had them already."""
     """Without torch and transformers' import, and without a download from the catalogue."""
@@ -77,9 +79,9 @@ def load_model(reference: str, *, settings: EngineSettings | None = None) -> Loa
     with loading(reference, source):
         start = time.monotonic()
         if isinstance(source, Path) and source.is_file():
-            model, tokenizer, end_tokens = _load_gguf(source, dtype)
+            model, tokenizer, end_tokens, is_quantized = _load_gguf(source, dtype)
         else:
-            model, tokenizer, end_tokens = _load_pretrained(str(source), dtype, settings)
+            model, tokenizer, end_tokens, is_quantized = _load_pretrained(str(source), dtype, settings)
         model.to(device).eval().requires_grad_(False)
         return LoadedModel(
             name=name_of(reference, source),
@@ -90,6 +92,7 @@ def load_model(reference: str, *, settings: EngineSettings | None = None) -> Loa
             max_model_len=_max_model_len(model, tokenizer, settings),
             load_seconds=time.monotonic() - start,
             import_seconds=import_seconds,
+            is_quantized=is_quantized,
         )
 
 
@@ -145,8 +148,9 @@ def resolve_dtype(settings: EngineSettings, device: torch.device) -> torch.dtype
     return dtype
 
 
-_Parts = tuple[Any, "PreTrainedTokenizerBase", frozenset[int]]
-"""Model, tokenizer, end tokens that only the file knows.  transformers' types of models are too narrow to use."""
+_Parts = tuple[Any, "PreTrainedTokenizerBase", frozenset[int], bool]
+"""Model, tokenizer, end tokens that only the file knows, whether the weights are quantised.  transformers' types of
+models are too narrow to use."""
 
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> _Parts:
@@ -169,7 +173,8 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> _Parts:
         if factors is not None:
             model.model.rotary_emb.inv_freq /= factors
             model.model.rotary_emb.original_inv_freq /= factors
-        return model, tokenizer, end_token_ids(file.metadata)
+        is_quantized = any(info.type.block_size > 1 for info in file.tensors.values())
+        return model, tokenizer, end_token_ids(file.metadata), is_quantized
 
 
 def _load_pretrained(name: str, dtype: torch.dtype, settings: EngineSettings) -> _Parts:
@@ -181,7 +186,7 @@ def _load_pretrained(name: str, dtype: torch.dtype, settings: EngineSettings) ->
     auto_class: Any = AutoModelForCausalLM
     model, report = auto_class.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
     check_complete(report)
-    return model, tokenizer, frozenset()
+    return model, tokenizer, frozenset(), False
 
 
 def load_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:

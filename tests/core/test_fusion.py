@@ -1,0 +1,203 @@
+"""Fused decoder layers: transformers' own forward on the same int8 layers, and the same bits however a text is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trio_llm.config import EngineSettings
+from trio_llm.core.attention import SequenceSpan
+from trio_llm.core.build import build_core
+from trio_llm.core.fusion import FusedLayer
+from trio_llm.core.kernels import load
+from trio_llm.core.model import PagedModel, SpanInput
+from trio_llm.core.quantization import QuantizedLinear, ReferenceLinear, quantize
+from trio_llm.core.request import Request
+from trio_llm.errors import ConfigurationError
+from trio_llm.models.loader import LoadedModel, load_model
+
+from .helpers import Outputs, is_idle, make_request, run
+from .tiny_models import CPU, PROMPTS, build, core_of, paged
+
+FUSED = ["llama", "qwen2", "qwen3", "mistral"]
+"""Architectures whose layers have the pattern: plain, with biases, with normed heads, with a sliding window."""
+OTHERS = ["gemma3_text", "gpt2", "phi3", "mixtral", "gpt_oss"]
+
+
+def quantized(architecture: str, *, block_size: int = 16, fused: bool = True, **overrides: object) -> PagedModel:
+    model = paged(build(architecture, **overrides), block_size=block_size, num_blocks=160, backend="kernels")
+    model.probe()
+    assert quantize(model.model, load())
+    if fused:
+        model.fuse_layers()
+    return model
+
+
+def own_logits(architecture: str, token_ids: list[int], **overrides: object) -> torch.Tensor:
+    """What transformers gives with the same int8 layers."""
+    model = build(architecture, **overrides)
+    quantize(model, load())
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([token_ids], device=CPU), use_cache=False).logits[0]
+
+
+def paged_logits(model: PagedModel, token_ids: list[int]) -> torch.Tensor:
+    span = SequenceSpan(0, len(token_ids), range(160))
+    with torch.inference_mode():
+        return model.forward([SpanInput(token_ids, span)], range(len(token_ids)))
+
+
+TEXT = [token for prompt in PROMPTS for token in prompt]
+
+
+def is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Alike but for numbers that were rounded the other way."""
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return bool(errors.mean() < 0.02) and bool(errors.median() < 0.01)
+
+
+@pytest.mark.parametrize("architecture", FUSED)
+def test_fused_layers_are_transformers_own_with_the_same_linear_layers(architecture: str) -> None:
+    model = quantized(architecture, block_size=4)
+    layers = [module for module in model.model.modules() if isinstance(module, FusedLayer)]
+    assert len(layers) == model.model.config.num_hidden_layers
+    found = paged_logits(model, TEXT)
+    assert is_near(found, own_logits(architecture, TEXT))
+    assert not is_near(found, own_logits(architecture, TEXT, seed=1)), "the comparison must see another model"
+
+
+def test_a_window_that_is_one_too_wide_would_be_seen() -> None:
+    found = paged_logits(quantized("mistral", block_size=4), TEXT)
+    assert not is_near(found, own_logits("mistral", TEXT, sliding_window=10))
+
+
+def test_biases_count() -> None:
+    model, other = build("qwen2"), build("qwen2")
+    for module in other.modules():
+        if getattr(module, "bias", None) is not None:
+            module.bias.data.normal_(generator=torch.Generator().manual_seed(3))
+    model.load_state_dict(other.state_dict())
+    ours = paged(model, num_blocks=160, backend="kernels")
+    quantize(model, load())
+    assert ours.fuse_layers() == 2
+    quantize(other, load())
+    with torch.inference_mode():
+        expected = other(input_ids=torch.tensor([TEXT], device=CPU), use_cache=False).logits[0]
+    assert is_near(paged_logits(ours, TEXT), expected)
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_other_layers_stay_as_they_are(architecture: str) -> None:
+    model = quantized(architecture)
+    assert not any(isinstance(module, FusedLayer) for module in model.model.modules())
+    assert is_near(paged_logits(model, TEXT), own_logits(architecture, TEXT))
+
+
+def test_a_layer_that_has_the_pattern_and_does_something_else_stays_as_it_is() -> None:
+    model = quantized("llama", fused=False)
+    layer = model.model.model.layers[1]
+
+    class Scaled(type(layer)):  # type: ignore[misc]
+        def forward(self, hidden_states, *args, **kwargs):
+            return hidden_states + 1.1 * (super().forward(hidden_states, *args, **kwargs) - hidden_states)
+
+    layer.__class__ = Scaled
+    assert model.fuse_layers() == 1
+    assert type(layer) is Scaled
+
+
+@pytest.mark.parametrize("architecture", FUSED)
+def test_a_text_is_the_same_bit_for_bit_however_it_is_computed(architecture: str) -> None:
+    wide, narrow = quantized(architecture), quantized(architecture, block_size=4)
+
+    def request(index: int) -> Request:
+        return make_request(str(index), PROMPTS[index], max_tokens=48)
+
+    for model in (wide, narrow):
+        expected: Outputs = {}
+        for index in range(len(PROMPTS)):
+            expected |= run(core_of(model), [request(index)])[0]
+        for settings in (
+            {},
+            {"max_num_seqs": 4, "max_num_batched_tokens": 7},
+            {"max_num_seqs": 2, "max_num_batched_tokens": 3},
+            {"num_blocks": 30 if model is narrow else 8, "max_num_batched_tokens": 11},
+            {"enable_prefix_caching": False},
+        ):
+            core = core_of(model, **settings)
+            outputs, _ = run(core, map(request, range(len(PROMPTS))))
+            assert outputs == expected
+            assert is_idle(core)
+
+
+def test_logits_are_the_same_bits_alone_and_among_neighbours() -> None:
+    model = quantized("qwen3", block_size=4)
+    alone = paged_logits(model, TEXT)
+    tables = [list(range(20 * index, 20 * index + 20)) for index in range(4)]
+    with torch.inference_mode():
+        for start in range(0, len(TEXT), 9):
+            part = TEXT[start : start + 9]
+            inputs = [SpanInput(part, SequenceSpan(start, len(part), table)) for table in tables]
+            logits = model.forward(inputs, range(4 * len(part)))
+            for index in range(4):
+                assert torch.equal(logits[index * len(part) : (index + 1) * len(part)], alone[start : start + 9])
+
+
+# -- settings
+
+
+def loaded(*, is_quantized: bool) -> LoadedModel:
+    model = load_model("smollm2", settings=EngineSettings(device="cpu"))
+    assert model.is_quantized
+    return LoadedModel(
+        name="tiny", model=build("llama"), tokenizer=model.tokenizer, defaults=model.defaults,
+        eos_token_ids=frozenset(), max_model_len=256, load_seconds=0.0, is_quantized=is_quantized,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("is_quantized", "settings", "kind"),
+    [
+        (True, {}, QuantizedLinear),
+        (False, {}, None),
+        (True, {"quantization": "none"}, None),
+        (False, {"quantization": "int8"}, QuantizedLinear),
+        (True, {"compiled_kernels": False}, None),
+        (True, {"compiled_kernels": False, "quantization": "int8"}, ReferenceLinear),
+    ],
+)
+def test_settings_choose_the_arithmetic(is_quantized: bool, settings: dict, kind: type | None) -> None:
+    if load() is None:
+        pytest.skip("there is no C++ compiler here")
+    these = loaded(is_quantized=is_quantized)
+    core = build_core(these, EngineSettings(**settings, kv_cache_memory=2**22))
+    kinds = {type(module) for module in these.model.modules()} & {QuantizedLinear, ReferenceLinear}
+    assert kinds == ({kind} if kind else set())
+    outputs, _ = run(core, [make_request("a", [5, 6, 7], max_tokens=5)])
+    assert len(outputs["a", 0]) == 5
+
+
+def test_a_second_engine_takes_a_model_as_the_first_left_it() -> None:
+    if load() is None:
+        pytest.skip("there is no C++ compiler here")
+    these = loaded(is_quantized=True)
+    texts = [
+        run(build_core(these, EngineSettings(kv_cache_memory=2**22)), [make_request("a", PROMPTS[0], max_tokens=9)])[0]
+        for _ in range(2)
+    ]
+    assert texts[0] == texts[1]
+    assert sum(type(module).__name__ == "FusedLlamaDecoderLayer" for module in these.model.modules()) == 2
+
+
+def test_int8_is_for_float32_on_the_cpu() -> None:
+    these = loaded(is_quantized=False)
+    these.model.to(torch.bfloat16)
+    with pytest.raises(ConfigurationError, match="int8 needs"):
+        build_core(these, EngineSettings(quantization="int8"))
+
+
+def test_int8_is_batch_exact_without_any_padding() -> None:
+    if load() is None:
+        pytest.skip("there is no C++ compiler here")
+    core = build_core(loaded(is_quantized=True), EngineSettings(kv_cache_memory=2**22))
+    assert core.executor.info.batch_exact

@@ -1,0 +1,145 @@
+"""The kernels are built once, found again, and done without where they cannot be had."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from trio_llm.core import kernels
+from trio_llm.core.attention import Options, SequenceSpan, attention
+from trio_llm.core.kernels import load
+from trio_llm.core.page_attention import LayerSpec, PageBackend
+
+
+@pytest.fixture
+def page_backend() -> PageBackend:
+    return PageBackend(load() or pytest.skip("there is no C++ compiler here"), 4)
+
+
+def test_without_a_compiler_there_are_none_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert load.__wrapped__() is None
+    assert "no C++ compiler" in caplog.text
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler-here", "false"])
+def test_a_compiler_that_fails_is_no_compiler(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with caplog.at_level(logging.WARNING):
+        assert load.__wrapped__() is None
+    assert "cannot be built" in caplog.text
+
+
+def test_what_was_built_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if load() is None:
+        pytest.skip("there is no C++ compiler here")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flags = (*kernels.FLAGS, "-O0")
+    assert load.__wrapped__(flags) is not None
+    (library,) = (tmp_path / "trio_llm").iterdir()
+    made = library.stat().st_mtime_ns
+    assert load.__wrapped__(flags) is not None
+    assert [(path, path.stat().st_mtime_ns) for path in (tmp_path / "trio_llm").iterdir()] == [(library, made)]
+
+
+# -- attention
+
+SPEC = LayerSpec(num_kv_heads=2, key_dim=8, value_dim=12, sliding_window=None)
+
+
+def attend_in_steps(
+    backend: PageBackend, numbers: tuple[torch.Tensor, ...], chunks: list[int], options: Options
+) -> torch.Tensor:
+    """One sequence of all tokens, computed chunk by chunk, in blocks that lie apart."""
+    (layer,) = backend.allocate([SPEC], 40, torch.float32)
+    for pages in backend._pages:
+        pages.fill_(float("nan"))  # as memory that was never written may be
+    query, key, value = numbers
+    table = list(range(1, 40, 2))
+    out = []
+    start = 0
+    for length in chunks:
+        part = slice(start, start + length)
+        backend.begin_step([SequenceSpan(start, length, table)])
+        out.append(layer.attend(None, query[:, :, part], key[:, :, part], value[:, :, part], options))
+        start += length
+    return torch.cat(out, dim=1)
+
+
+OPTIONS = [
+    Options(),
+    Options(scaling=0.7),
+    Options(sliding_window=5),
+    Options(sliding_window=1),
+    Options(softcap=2.0),
+    Options(sinks=torch.tensor([0.5, -3.0, 9.0, 0.0, 1.0, 2.0])),
+    Options(sliding_window=7, softcap=3.0, sinks=torch.zeros(6)),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_attention_over_pages_is_attention(page_backend: PageBackend, options: Options) -> None:
+    generator = torch.Generator().manual_seed(0)
+    numbers = tuple(torch.randn(1, heads, 70, dim, generator=generator) for heads, dim in ((6, 8), (2, 8), (2, 12)))
+    whole = attend_in_steps(page_backend, numbers, [70], options)
+    mask = torch.ones(70, 70, dtype=torch.bool).tril()
+    if options.sliding_window:
+        mask &= ~mask.tril(-options.sliding_window)
+    expected = attention(*numbers, mask, causal=False, options=options)
+    torch.testing.assert_close(whole, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
+    for chunks in ([1] * 70, [3] * 23 + [1], [64, 6], [11, 1, 1, 50, 7]):
+        assert torch.equal(attend_in_steps(page_backend, numbers, chunks, options), whole), "chunks change no bit"
+
+
+def test_a_sequence_does_not_see_its_neighbours(page_backend: PageBackend) -> None:
+    generator = torch.Generator().manual_seed(1)
+    (layer,) = page_backend.allocate([SPEC], 64, torch.float32)
+    lengths = [1, 9, 4, 30, 2]
+    numbers = [
+        tuple(torch.randn(1, heads, length, dim, generator=generator) for heads, dim in ((6, 8), (2, 8), (2, 12)))
+        for length in lengths
+    ]
+    tables = [list(range(10 * index, 10 * index + 10)) for index in range(len(lengths))]
+    alone = []
+    for part, length, table in zip(numbers, lengths, tables, strict=True):
+        page_backend.begin_step([SequenceSpan(0, length, table)])
+        alone.append(layer.attend(None, *part, Options()))
+    page_backend.begin_step([SequenceSpan(0, length, table) for length, table in zip(lengths, tables, strict=True)])
+    packed = [torch.cat([part[kind] for part in numbers], dim=2) for kind in range(3)]
+    assert torch.equal(layer.attend(None, *packed, Options()), torch.cat(alone, dim=1))
+
+
+def test_numbers_may_lie_in_any_order(page_backend: PageBackend) -> None:
+    generator = torch.Generator().manual_seed(2)
+    (layer,) = page_backend.allocate([SPEC], 8, torch.float32)
+    page_backend.begin_step([SequenceSpan(0, 9, [3, 1, 2])])
+    plain = [torch.randn(1, heads, 9, dim, generator=generator) for heads, dim in ((6, 8), (2, 8), (2, 12))]
+    expected = layer.attend(None, *plain, Options())
+    turned = [numbers.transpose(1, 2).contiguous().transpose(1, 2) for numbers in plain]
+    assert torch.equal(layer.attend(None, *turned, Options()), expected)
+    strided = [numbers.transpose(2, 3).contiguous().transpose(2, 3) for numbers in plain]
+    assert torch.equal(layer.attend(None, *strided, Options()), expected)
+
+
+def test_other_types_are_refused(page_backend: PageBackend) -> None:
+    with pytest.raises(TypeError, match="bfloat16"):
+        page_backend.allocate([SPEC], 4, torch.bfloat16)
+
+
+def test_a_step_may_be_filled_up_but_not_cut(page_backend: PageBackend) -> None:
+    (layer,) = page_backend.allocate([SPEC], 8, torch.float32)
+    page_backend.begin_step([SequenceSpan(0, 9, [3, 1, 2])])
+    numbers = [torch.ones(1, heads, 12, dim) for heads, dim in ((6, 8), (2, 8), (2, 12))]
+    out = layer.attend(None, *numbers, Options())
+    assert (out[:, :9] == 1).all()
+    assert (out[:, 9:] == 0).all(), "what fills the step up attends to nothing"
+    with pytest.raises(ValueError, match="8 rows for the 9 tokens"):
+        layer.attend(None, *(x[:, :, :8] for x in numbers), Options())

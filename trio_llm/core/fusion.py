@@ -1,0 +1,166 @@
+"""Decoder layers in one call of a kernel.
+
+A step of one sequence makes some thirty small torch operations a layer, which take longer than
+its arithmetic.  A layer of the usual pattern (norm, attention with rotary embeddings, add, norm,
+gated SiLU, add), whichever model it belongs to, is therefore computed by one function.  The
+pattern is looked for in the layer's submodules and then proved: some tokens go through the
+layer's own forward and through ours, and a layer where the two differ stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trio_llm.core.attention import IMPLEMENTATION, LAYER_ATTRIBUTE
+from trio_llm.core.kernels import TILE, Decoder, Linear
+from trio_llm.core.page_attention import PageLayer
+from trio_llm.core.quantization import SIBLINGS, QuantizedLinear
+
+TOLERANCE = 2e-2
+"""Largest difference from a layer's own forward, relative to the most that it adds: a number of a row
+that is rounded the other way moves its product by as much as half a percent."""
+
+
+class FusedLayer:
+    """Stands before a decoder layer's own class; made by changing a layer's class.
+
+    Where attention is not ours, as in a part of PagedModel's probe, it is the layer's own forward.
+    """
+
+    decoder: Decoder
+    kept: Sequence[Tensor]
+    """What `decoder` points to."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        attention: Any = self.self_attn  # type: ignore[attr-defined]
+        pages = getattr(attention, LAYER_ATTRIBUTE, None)
+        if not isinstance(pages, PageLayer) or attention.config._attn_implementation != IMPLEMENTATION:
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        return _run(self.decoder, pages, hidden_states, kwargs["position_embeddings"])
+
+
+def _run(decoder: Decoder, layer: PageLayer, hidden_states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    decoder.pages = layer.pages
+    return layer.backend.kernels.decoder(decoder, layer.backend.spans, hidden_states, *rotation)
+
+
+def fuse(model: nn.Module, forward: Callable[[], object]) -> int:
+    """Change the layers of a model that have the pattern and are proved right; gives how many.
+
+    Args:
+        forward: runs a few tokens through the model, over the pages of a PageBackend.
+    """
+    count = 0
+
+    def prove(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: Any) -> None:
+        nonlocal count
+        rotation = kwargs.get("position_embeddings")
+        if not (args and isinstance(own, Tensor) and isinstance(rotation, tuple)):
+            return
+        decoder, kept = found[layer]
+        pages: PageLayer = getattr(layer.self_attn, LAYER_ATTRIBUTE)
+        assert pages.how is not None, "the layer's own forward has just told it"
+        decoder.rotary_dim, decoder.attention = rotation[0].shape[-1], pages.how
+        added, error = own - args[0], _run(decoder, pages, args[0], rotation) - own
+        if error.abs().max() <= TOLERANCE * added.abs().max():
+            changed: Any = layer
+            changed.decoder, changed.kept = decoder, kept
+            changed.__class__ = type(f"Fused{type(layer).__name__}", (FusedLayer, type(layer)), {})
+            count += 1
+
+    found = {layer: decoder for layer in model.modules() if (decoder := _decoder(layer)) is not None}
+    hooks = [layer.register_forward_hook(prove, with_kwargs=True) for layer in found]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return count
+
+
+def _decoder(layer: nn.Module) -> tuple[Decoder, list[Tensor]] | None:
+    """What the kernel must know of a layer, with what that points to; None if it has not the pattern."""
+    parts = dict(layer.named_children())
+    if isinstance(layer, FusedLayer) or parts.keys() != {
+        "self_attn",
+        "mlp",
+        "input_layernorm",
+        "post_attention_layernorm",
+    }:
+        return None
+    attention, mlp = dict(parts["self_attn"].named_children()), dict(parts["mlp"].named_children())
+    head_norms = [attention.pop(name) for name in ("q_norm", "k_norm") if name in attention]
+    norms = [parts["input_layernorm"], parts["post_attention_layernorm"], *head_norms]
+    pages = getattr(parts["self_attn"], LAYER_ATTRIBUTE, None)
+    if (
+        attention.keys() != {"q_proj", "k_proj", "v_proj", "o_proj"}
+        or mlp.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"}
+        or type(mlp["act_fn"]).__name__ not in {"SiLUActivation", "SiLU"}
+        or len(head_norms) == 1
+        or any(_epsilon(norm) is None for norm in norms)
+        or not isinstance(pages, PageLayer)
+    ):
+        return None
+    weights = [norm.get_parameter("weight") for norm in norms]
+    if any(weight.numel() != pages.pages.key_dim for weight in weights[2:]):
+        return None
+    kept: list[Tensor] = [*weights]
+    projections = _joined([attention[name] for name in SIBLINGS[0]], kept)
+    gate_up = _joined([mlp[name] for name in SIBLINGS[1]], kept)
+    output, down = attention["o_proj"], mlp["down_proj"]
+    if (
+        projections is None
+        or gate_up is None
+        or not isinstance(output, QuantizedLinear)
+        or not isinstance(down, QuantizedLinear)
+    ):
+        return None
+    decoder = Decoder(
+        norm_weights=weights[0].data_ptr(),
+        next_norm_weights=weights[1].data_ptr(),
+        eps=_epsilon(norms[0]),
+        next_eps=_epsilon(norms[1]),
+        projections=projections,
+        output=output.layer,
+        gate_up=gate_up,
+        down=down.layer,
+    )
+    if head_norms:
+        decoder.query_norm, decoder.key_norm = (weight.data_ptr() for weight in weights[2:])
+        decoder.head_eps = _epsilon(head_norms[0])
+    return decoder, kept
+
+
+def _epsilon(norm: nn.Module) -> float | None:
+    """Of an RMS norm; None if it is none."""
+    weight = getattr(norm, "weight", None)
+    if not type(norm).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or weight.dim() != 1:
+        return None
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def _joined(linears: Sequence[nn.Module], kept: list[Tensor]) -> Linear | None:
+    """Siblings as the one layer that they are in memory; None if they are not."""
+    if not all(isinstance(linear, QuantizedLinear) for linear in linears):
+        return None
+    siblings: list[Any] = list(linears)
+    if any(linear.packed is not siblings[0].packed for linear in siblings) or siblings[0].out_features % TILE:
+        return None
+    outputs = sum(linear.out_features for linear in siblings)
+    joined = Linear(siblings[0].layer.tiles, None, siblings[0].in_features, outputs, 1)
+    if any(linear.bias is not None for linear in siblings):
+        biases = [
+            torch.zeros(linear.out_features, dtype=torch.float32, device="cpu") if linear.bias is None else linear.bias
+            for linear in siblings
+        ]
+        if siblings[0].layer.step > 1:  # tile by tile, as they are packed
+            bias = torch.stack([bias.view(-1, TILE) for bias in biases], dim=1).flatten()
+        else:
+            bias = torch.cat(biases)
+        kept.append(bias)
+        joined.bias = bias.data_ptr()
+    return joined

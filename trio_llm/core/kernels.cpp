@@ -1,0 +1,679 @@
+// What torch lacks on a CPU, for a few rows at a time: int8 linear layers, attention that reads the
+// pages of the KV memory in place, and a decoder layer of both in one go.
+//
+// core/kernels.py compiles this file at first use and says what the functions at its end do.
+// Vectors are the compiler's own (vector_size), so it builds for any CPU; only `dot4` and `fma`
+// name instructions.  Parts called inside a parallel region share their loops among its threads
+// (orphaned `omp for`, whose end is a barrier).
+//
+// Every result of a row depends on that row alone, bit for bit: integers are added exactly, and
+// floats in an order that neither the number of rows nor that of threads changes.  Build it
+// without options that let the compiler reorder (-ffast-math) or fuse as it likes (-ffp-contract).
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+using std::int32_t;
+using std::int64_t;
+using std::int8_t;
+using std::uint32_t;
+using std::uint8_t;
+
+namespace {
+
+template <int W> struct Lanes {
+    typedef float F __attribute__((vector_size(4 * W), aligned(4)));
+    typedef int32_t I __attribute__((vector_size(4 * W), aligned(4)));
+};
+using Floats = Lanes<16>::F;
+using Ints = Lanes<16>::I;
+
+constexpr int TILE = 16;   // outputs of a linear layer that are computed side by side
+constexpr int GROUP = 64;  // inputs that share a scale
+constexpr float NEG_INF = -INFINITY;
+
+template <class V> V load(const float* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
+template <class V> void store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
+
+// a * b + c, fused where the CPU can: never left to the compiler, who would fuse one loop and not another
+template <class V> inline V fma(V a, V b, V c) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(V) == 64) return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#endif
+#if defined(__FMA__)
+    if constexpr (sizeof(V) == 16) return (V)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
+#endif
+#if defined(__FP_FAST_FMAF)
+    for (unsigned i = 0; i < sizeof(V) / sizeof(float); i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
+template <int W> float sum(typename Lanes<W>::F v) {
+    float parts[W];
+    std::memcpy(parts, &v, sizeof v);
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+    return parts[0];
+}
+
+template <int W> float largest(typename Lanes<W>::F v) {
+    float parts[W];
+    std::memcpy(parts, &v, sizeof v);
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] = parts[i] > parts[i + half] ? parts[i] : parts[i + half];
+    return parts[0];
+}
+
+// e to the x for x up to 88, to within two units in the last place: 2^n times a polynomial in the
+// remainder (coefficients of Cephes' expf).  Below -87 it is 0; NaN stays NaN.
+template <int W> typename Lanes<W>::F exp(typename Lanes<W>::F x) {
+    using F = typename Lanes<W>::F;
+    using I = typename Lanes<W>::I;
+    const F shift = F{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+    F n = fma(x, F{} + 1.44269504f, shift) - shift;
+    F r = fma(n, F{} + 2.12194440e-4f, fma(n, F{} - 0.693359375f, x));
+    F p = F{} + 1.9875691500e-4f;
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = fma(p, r, F{} + c);
+    p = fma(p, r * r, r + 1.0f);
+    I power = (__builtin_convertvector(n, I) + 127) << 23;
+    F scale;
+    std::memcpy(&scale, &power, sizeof scale);
+    return x < -87.0f ? F{} : p * scale;
+}
+
+float exp(float x) { return exp<1>(Lanes<1>::F{x})[0]; }
+
+// ---- int8 linear layers ----
+//
+// Weights are packed in tiles of 16 outputs, a tile in groups of 64 inputs.  A weight is
+// scale * (byte - 128), the byte unsigned because the dot product instruction of x86 wants one
+// unsigned side.  Rows are quantised when they come: row = scale * int8, a scale for each group.
+
+struct Group {
+    float scales[TILE];
+    uint8_t weights[GROUP / 4][TILE][4];
+};
+
+// acc[i] + the dot product of four unsigned weights and four signed inputs, exactly
+inline Ints dot4(Ints acc, const uint8_t (*weights)[4], const int8_t* inputs) {
+#if defined(__AVX512VNNI__)
+    int32_t four;
+    std::memcpy(&four, inputs, 4);
+    return (Ints)_mm512_dpbusd_epi32((__m512i)acc, _mm512_loadu_si512(weights), _mm512_set1_epi32(four));
+#elif defined(__AVX2__)
+    // bytes 0 and 2, then 1 and 3, of each four become 16-bit pairs: no sum can saturate
+    const auto pair = [](int low, int high) { return _mm256_set1_epi32((high << 16) | (low & 0xffff)); };
+    const __m256i even = pair(inputs[0], inputs[2]), odd = pair(inputs[1], inputs[3]);
+    const __m256i mask = _mm256_set1_epi32(0x00ff00ff);
+    __m256i halves[2];
+    std::memcpy(halves, &acc, sizeof acc);
+    for (int half = 0; half < 2; half++) {
+        const __m256i w = _mm256_loadu_si256((const __m256i*)(weights + 8 * half));
+        const __m256i a = _mm256_madd_epi16(_mm256_and_si256(w, mask), even);
+        const __m256i b = _mm256_madd_epi16(_mm256_and_si256(_mm256_srli_epi16(w, 8), mask), odd);
+        halves[half] = _mm256_add_epi32(halves[half], _mm256_add_epi32(a, b));
+    }
+    std::memcpy(&acc, halves, sizeof acc);
+    return acc;
+#else
+    for (int i = 0; i < TILE; i++)
+        for (int j = 0; j < 4; j++) acc[i] += weights[i][j] * inputs[j];
+    return acc;
+#endif
+}
+
+// Quantise up to 64 numbers, the rest of the group being zeros; gives the scale.  A group that
+// holds an infinity or a NaN has the scale NaN, which spoils its own row and no other.
+float quantize(const float* x, int count, int8_t* q) {
+    uint32_t top = 0;  // as bits, NaN is larger than all
+    for (int i = 0; i < count; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, 4);
+        bits &= 0x7fffffff;
+        top = bits > top ? bits : top;
+    }
+    float most;
+    std::memcpy(&most, &top, 4);
+    if (!(most <= 3.4e38f)) {
+        std::memset(q, 0, GROUP);
+        return NAN;
+    }
+    const float inverse = most > 1e-30f ? 127.0f / most : 0.0f;
+    for (int i = 0; i < count; i++) q[i] = (int8_t)(int32_t)__builtin_rintf(x[i] * inverse);
+    std::memset(q + count, 0, GROUP - count);
+    return most / 127.0f;
+}
+
+// Rows that are quantised: numbers (rows, groups, 64), and for each group its scale and -128
+// times its sum, which takes back what the unsigned weights have too much.
+struct Rows {
+    int8_t* numbers;
+    float* scales;
+    int32_t* offsets;
+    int64_t groups;
+
+    void take(int64_t row, const float* x, int64_t width) const {
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t place = row * groups + g, left = width - g * GROUP;
+            int8_t* q = numbers + place * GROUP;
+            scales[place] = quantize(x + g * GROUP, left < GROUP ? (int)left : GROUP, q);
+            int32_t total = 0;
+            for (int i = 0; i < GROUP; i++) total += q[i];
+            offsets[place] = -128 * total;
+        }
+    }
+};
+
+// Memory that is kept from one call to the next, for the thread that calls.
+struct Scratch {
+    std::vector<char> memory;
+    size_t used = 0;
+
+    void reset(size_t bytes) {
+        if (memory.size() < bytes) memory.resize(bytes);
+        used = 0;
+    }
+    template <class T> T* take(int64_t count) {
+        T* p = (T*)(memory.data() + used);
+        used += ((size_t)count * sizeof(T) + 63) / 64 * 64;
+        return p;
+    }
+};
+thread_local Scratch scratch;
+
+int64_t groups_of(int64_t width) { return (width + GROUP - 1) / GROUP; }
+
+size_t rows_bytes(int64_t rows, int64_t width) { return rows * groups_of(width) * (GROUP + 8) + 3 * 64; }
+
+Rows take_rows(int64_t rows, int64_t width) {
+    const int64_t groups = groups_of(width), places = rows * groups;
+    int8_t* numbers = scratch.take<int8_t>(places * GROUP);
+    float* scales = scratch.take<float>(places);
+    return {numbers, scales, scratch.take<int32_t>(places), groups};
+}
+
+struct Linear {
+    const Group* tiles;
+    const float* bias;  // or null
+    int64_t inputs, outputs;
+    int64_t step;  // its tiles are every step-th
+};
+
+enum class Store { PLAIN, ADD, GATED };
+
+// R rows times two neighbouring tiles
+template <int R>
+void multiply(const Rows& rows, int64_t row, const Group* left, const Group* right, float (*out)[2 * TILE]) {
+    const int64_t groups = rows.groups;
+    Floats total[R][2] = {};
+    for (int64_t g = 0; g < groups; g++) {
+        const int8_t* inputs[R];
+        Ints part[R][2];
+        for (int r = 0; r < R; r++) {
+            const int64_t place = (row + r) * groups + g;
+            inputs[r] = rows.numbers + place * GROUP;
+            part[r][0] = part[r][1] = Ints{} + rows.offsets[place];
+        }
+        for (int k = 0; k < GROUP / 4; k++)
+            for (int r = 0; r < R; r++) {
+                part[r][0] = dot4(part[r][0], left[g].weights[k], inputs[r] + 4 * k);
+                part[r][1] = dot4(part[r][1], right[g].weights[k], inputs[r] + 4 * k);
+            }
+        const Floats scales[2] = {load<Floats>(left[g].scales), load<Floats>(right[g].scales)};
+        for (int r = 0; r < R; r++)
+            for (int t = 0; t < 2; t++)
+                total[r][t] = fma(__builtin_convertvector(part[r][t], Floats),
+                                  scales[t] * rows.scales[(row + r) * groups + g], total[r][t]);
+    }
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < 2; t++) store(out[r] + t * TILE, total[r][t]);
+}
+
+// out (rows, width) = rows times layer.  ADD adds it to out.  GATED takes tiles in turn from a gate
+// and from what it gates, and gives silu(gate) * gated, half as wide.
+template <Store STORE> void linear(const Linear& layer, const Rows& rows, int64_t count, float* out, int64_t stride) {
+    constexpr int MOST = 6;  // with two tiles, what fits the registers of AVX-512
+    const int64_t tiles = (layer.outputs + TILE - 1) / TILE, pairs = (tiles + 1) / 2;
+#pragma omp for schedule(dynamic, 2)
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        const int64_t step = layer.step * rows.groups;
+        const Group* left = layer.tiles + 2 * pair * step;
+        const Group* right = 2 * pair + 1 < tiles ? left + step : left;
+        const int64_t first = 2 * TILE * pair;
+        const int64_t width = layer.outputs - first < 2 * TILE ? layer.outputs - first : 2 * TILE;
+        for (int64_t row = 0; row < count; row += MOST) {
+            float made[MOST][2 * TILE];
+            const int64_t num = count - row < MOST ? count - row : MOST;
+            switch (num) {
+                case 1: multiply<1>(rows, row, left, right, made); break;
+                case 2: multiply<2>(rows, row, left, right, made); break;
+                case 3: multiply<3>(rows, row, left, right, made); break;
+                case 4: multiply<4>(rows, row, left, right, made); break;
+                case 5: multiply<5>(rows, row, left, right, made); break;
+                default: multiply<6>(rows, row, left, right, made);
+            }
+            for (int64_t r = 0; r < num; r++) {
+                float* to = out + (row + r) * stride;
+                if (layer.bias)
+                    for (int64_t i = 0; i < width; i++) made[r][i] += layer.bias[first + i];
+                if constexpr (STORE == Store::GATED) {
+                    const Floats gate = load<Floats>(made[r]), gated = load<Floats>(made[r] + TILE);
+                    store(to + TILE * pair, gate / (1.0f + exp<TILE>(-gate)) * gated);
+                } else if constexpr (STORE == Store::ADD) {
+                    for (int64_t i = 0; i < width; i++) to[first + i] += made[r][i];
+                } else {
+                    for (int64_t i = 0; i < width; i++) to[first + i] = made[r][i];
+                }
+            }
+        }
+    }
+}
+
+void quantize_rows(const float* x, int64_t stride, int64_t width, int64_t count, const Rows& rows) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < count; row++) rows.take(row, x + row * stride, width);
+}
+
+// ---- RMS normalisation ----
+
+float rms_factor(const float* x, int64_t width, float eps) {
+    Floats squares{};
+    int64_t i = 0;
+    for (; i + TILE <= width; i += TILE) {
+        const Floats v = load<Floats>(x + i);
+        squares = fma(v, v, squares);
+    }
+    float total = sum<TILE>(squares);
+    for (; i < width; i++) total += x[i] * x[i];
+    return 1.0f / std::sqrt(total / (float)width + eps);
+}
+
+void rms_norm(const float* x, const float* weight, int64_t width, float eps, float* out) {
+    const float factor = rms_factor(x, width, eps);
+    for (int64_t i = 0; i < width; i++) out[i] = weight[i] * (x[i] * factor);
+}
+
+void norm_and_quantize(const float* x, const float* weight, float eps, int64_t width, int64_t count, float* normed,
+                       const Rows& rows) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < count; row++) {
+        rms_norm(x + row * width, weight, width, eps, normed + row * width);
+        rows.take(row, normed + row * width, width);
+    }
+}
+
+// ---- attention over pages ----
+//
+// A page holds a block's tokens of one layer, head by head, so that a head's part is read in one
+// stream: keys (block, head, dim, token), values (block, head, token, dim).  With the tokens of keys
+// side by side their scores are, too, and nothing is added across a vector.
+
+}  // namespace
+
+extern "C" {
+
+struct Pages {
+    float* keys;
+    float* values;
+    int64_t num_heads, key_dim, value_dim, block_size;
+};
+
+// The sequences of a step: for each its first token among the packed, how many there are, their first
+// position, and where its block table begins.
+struct Spans {
+    int64_t count, num_tokens;
+    const int64_t *offsets, *lengths, *starts, *tables;
+    const int64_t* blocks;
+};
+
+// Numbers of the step's tokens: (token, head, dim), each stride in floats.
+struct Heads {
+    const float* data;
+    int64_t token_stride, head_stride;
+};
+
+struct Attention {
+    int64_t num_heads;
+    float scaling, softcap;  // softcap 0: none
+    int64_t window;          // 0: none
+    const float* sinks;      // or null
+};
+}
+
+namespace {
+
+void write(const Pages& pages, const Spans& spans, const Heads& keys, const Heads& values) {
+#pragma omp for schedule(static)
+    for (int64_t s = 0; s < spans.count; s++)
+        for (int64_t i = 0; i < spans.lengths[s]; i++) {
+            const int64_t token = spans.offsets[s] + i, position = spans.starts[s] + i, size = pages.block_size;
+            const int64_t block = spans.blocks[spans.tables[s] + position / size], slot = position % size;
+            for (int64_t h = 0; h < pages.num_heads; h++) {
+                const int64_t place = block * pages.num_heads + h;
+                const float* key = keys.data + token * keys.token_stride + h * keys.head_stride;
+                float* to = pages.keys + place * pages.key_dim * size + slot;
+                for (int64_t d = 0; d < pages.key_dim; d++) to[d * size] = key[d];
+                std::memcpy(pages.values + (place * size + slot) * pages.value_dim,
+                            values.data + token * values.token_stride + h * values.head_stride,
+                            pages.value_dim * sizeof(float));
+            }
+        }
+}
+
+constexpr int CHUNK = 64;     // keys between two looks at the largest score, at most (or one block)
+constexpr int MAX_ROWS = 64;  // queries of a tile
+
+// Queries of one sequence and one KV head that walk through the keys together.
+struct Tile {
+    int64_t rows, key_dim, value_dim;
+    const float* queries[MAX_ROWS];
+    int64_t positions[MAX_ROWS];
+    float top[MAX_ROWS], mass[MAX_ROWS];
+    float* scores;  // (rows, keys of a chunk)
+    float* sums;    // (rows, value_dim)
+};
+
+// scores of R rows for the keys of one block
+template <int W, int R>
+void score_block(const Tile& tile, int64_t row, const float* keys, int64_t size, float scaling, float* scores,
+                 int64_t stride) {
+    using F = typename Lanes<W>::F;
+    for (int64_t t = 0; t < size; t += W) {
+        F total[R] = {};
+        for (int64_t d = 0; d < tile.key_dim; d++) {
+            const F key = load<F>(keys + d * size + t);
+            for (int r = 0; r < R; r++) total[r] = fma(F{} + tile.queries[row + r][d], key, total[r]);
+        }
+        for (int r = 0; r < R; r++) store(scores + r * stride + t, total[r] * scaling);
+    }
+}
+
+// sums of R rows += weights times the values of `count` tokens of one block
+template <int W, int R>
+void add_block(const Tile& tile, int64_t row, const float* values, int64_t count, const float* weights, int64_t stride) {
+    using F = typename Lanes<W>::F;
+    const int64_t dim = tile.value_dim;
+    int64_t d = 0;
+    for (; d + 2 * W <= dim; d += 2 * W) {
+        F total[R][2];
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < 2; i++) total[r][i] = load<F>(tile.sums + (row + r) * dim + d + i * W);
+        for (int64_t t = 0; t < count; t++) {
+            const F left = load<F>(values + t * dim + d), right = load<F>(values + t * dim + d + W);
+            for (int r = 0; r < R; r++) {
+                const F weight = F{} + weights[r * stride + t];
+                total[r][0] = fma(weight, left, total[r][0]);
+                total[r][1] = fma(weight, right, total[r][1]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < 2; i++) store(tile.sums + (row + r) * dim + d + i * W, total[r][i]);
+    }
+    for (; d < dim; d += W) {
+        F total[R];
+        for (int r = 0; r < R; r++) total[r] = load<F>(tile.sums + (row + r) * dim + d);
+        for (int64_t t = 0; t < count; t++) {
+            const F value = load<F>(values + t * dim + d);
+            for (int r = 0; r < R; r++) total[r] = fma(F{} + weights[r * stride + t], value, total[r]);
+        }
+        for (int r = 0; r < R; r++) store(tile.sums + (row + r) * dim + d, total[r]);
+    }
+}
+
+// Scores of a row become weights: masked, and e to them less the largest so far.  What was summed
+// before shrinks by as much as the largest grew.
+template <int W>
+void weigh(Tile& tile, int64_t row, const Attention& how, int64_t first, int64_t width, int64_t stride) {
+    using F = typename Lanes<W>::F;
+    using I = typename Lanes<W>::I;
+    float* scores = tile.scores + row * stride;
+    const int64_t position = tile.positions[row] - first;
+    const int64_t low = how.window ? position - how.window + 1 : 0;
+    if (how.softcap != 0)
+        for (int64_t t = 0; t < width; t++) scores[t] = std::tanh(scores[t] / how.softcap) * how.softcap;
+    I key{};
+    for (int i = 0; i < W; i++) key[i] = i;
+    const int32_t last = position < width ? (int32_t)position : (int32_t)width;
+    const int32_t begin = low > -1 ? (low < width ? (int32_t)low : (int32_t)width) : -1;
+    F most = F{} + NEG_INF;
+    for (int64_t t = 0; t < width; t += W) {
+        const F score = load<F>(scores + t);
+        const I at = key + (int32_t)t;
+        const F seen = (at <= last) & (at >= begin) ? score : F{} + NEG_INF;
+        store(scores + t, seen);
+        most = seen > most ? seen : most;
+    }
+    const float top = largest<W>(most), before = tile.top[row];
+    const float now = top > before ? top : before;
+    F total{};
+    if (now == NEG_INF) {  // nothing is seen yet
+        for (int64_t t = 0; t < width; t += W) store(scores + t, F{});
+        return;
+    }
+    for (int64_t t = 0; t < width; t += W) {
+        const F weight = exp<W>(load<F>(scores + t) - now);
+        store(scores + t, weight);
+        total += weight;
+    }
+    const float shrink = before == now ? 1.0f : exp(before - now);
+    tile.mass[row] = tile.mass[row] * shrink + sum<W>(total);
+    tile.top[row] = now;
+    if (shrink != 1.0f)
+        for (int64_t d = 0; d < tile.value_dim; d++) tile.sums[row * tile.value_dim + d] *= shrink;
+}
+
+template <int W> void attend_tile(Tile& tile, const Pages& pages, const int64_t* table, int64_t head, const Attention& how,
+                                  int64_t num_keys) {
+    const int64_t size = pages.block_size, per_chunk = size < CHUNK ? CHUNK / size : 1, stride = per_chunk * size;
+    const int64_t low = how.window ? tile.positions[0] - how.window + 1 : 0;
+    const int64_t begin = low > 0 ? low / stride * stride : 0;
+    for (int64_t r = 0; r < tile.rows; r++) {
+        tile.top[r] = NEG_INF;
+        tile.mass[r] = 0;
+    }
+    std::memset(tile.sums, 0, tile.rows * tile.value_dim * sizeof(float));
+    for (int64_t first = begin; first < num_keys; first += stride) {
+        const int64_t end = first + stride < num_keys ? first + stride : num_keys;
+        const int64_t blocks = (end - first + size - 1) / size;
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t place = table[first / size + b] * pages.num_heads + head;
+            const float* keys = pages.keys + place * pages.key_dim * size;
+            for (int64_t row = 0; row < tile.rows; row += 4) {
+                float* scores = tile.scores + row * stride + b * size;
+                switch (tile.rows - row) {
+                    case 1: score_block<W, 1>(tile, row, keys, size, how.scaling, scores, stride); break;
+                    case 2: score_block<W, 2>(tile, row, keys, size, how.scaling, scores, stride); break;
+                    case 3: score_block<W, 3>(tile, row, keys, size, how.scaling, scores, stride); break;
+                    default: score_block<W, 4>(tile, row, keys, size, how.scaling, scores, stride);
+                }
+            }
+        }
+        for (int64_t row = 0; row < tile.rows; row++) weigh<W>(tile, row, how, first, blocks * size, stride);
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t place = table[first / size + b] * pages.num_heads + head;
+            const float* values = pages.values + place * size * pages.value_dim;
+            // what is beyond the last key was never written: it may be a NaN, which no weight of 0 undoes
+            const int64_t left = end - first - b * size, count = left < size ? left : size;
+            for (int64_t row = 0; row < tile.rows; row += 4) {
+                const float* weights = tile.scores + row * stride + b * size;
+                switch (tile.rows - row) {
+                    case 1: add_block<W, 1>(tile, row, values, count, weights, stride); break;
+                    case 2: add_block<W, 2>(tile, row, values, count, weights, stride); break;
+                    case 3: add_block<W, 3>(tile, row, values, count, weights, stride); break;
+                    default: add_block<W, 4>(tile, row, values, count, weights, stride);
+                }
+            }
+        }
+    }
+}
+
+template <int W> void attend_with(const Pages& pages, const Spans& spans, const Heads& queries, const Attention& how,
+                                  float* out) {
+    const int64_t heads_each = how.num_heads / pages.num_heads;
+    const int64_t tile_tokens = heads_each < MAX_ROWS ? MAX_ROWS / heads_each : 1;
+    int64_t tiles = 0;
+    for (int64_t s = 0; s < spans.count; s++) tiles += (spans.lengths[s] + tile_tokens - 1) / tile_tokens;
+    const int64_t chunk = pages.block_size < CHUNK ? CHUNK / pages.block_size * pages.block_size : pages.block_size;
+    static thread_local std::vector<float> numbers;
+    // the last tokens of a sequence see the most: they come first, so that no thread ends with the longest
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < tiles * pages.num_heads; task++) {
+        int64_t index = task / pages.num_heads, s = 0, in_span;
+        const int64_t head = task % pages.num_heads;
+        while (index >= (in_span = (spans.lengths[s] + tile_tokens - 1) / tile_tokens)) index -= in_span, s++;
+        const int64_t begin = (in_span - 1 - index) * tile_tokens;
+        const int64_t end = begin + tile_tokens < spans.lengths[s] ? begin + tile_tokens : spans.lengths[s];
+        for (int64_t h = 0; h < heads_each; h += MAX_ROWS) {  // more than one turn only where MAX_ROWS heads share keys
+            const int64_t heads = heads_each - h < MAX_ROWS ? heads_each - h : MAX_ROWS;
+            Tile tile;
+            tile.rows = (end - begin) * heads;
+            tile.key_dim = pages.key_dim;
+            tile.value_dim = pages.value_dim;
+            numbers.resize(MAX_ROWS * (chunk + pages.value_dim));
+            tile.scores = numbers.data();
+            tile.sums = tile.scores + MAX_ROWS * chunk;
+            const int64_t first_head = head * heads_each + h;
+            for (int64_t r = 0; r < tile.rows; r++) {
+                const int64_t token = spans.offsets[s] + begin + r / heads;
+                tile.queries[r] = queries.data + token * queries.token_stride + (first_head + r % heads) * queries.head_stride;
+                tile.positions[r] = spans.starts[s] + begin + r / heads;
+            }
+            attend_tile<W>(tile, pages, spans.blocks + spans.tables[s], head, how, spans.starts[s] + end);
+            for (int64_t r = 0; r < tile.rows; r++) {
+                const int64_t token = spans.offsets[s] + begin + r / heads, of = first_head + r % heads;
+                float factor = 1.0f, mass = tile.mass[r];
+                if (how.sinks) {  // a score without a value: it takes weight and gives nothing
+                    const float now = how.sinks[of] > tile.top[r] ? how.sinks[of] : tile.top[r];
+                    factor = exp(tile.top[r] - now);
+                    mass = mass * factor + exp(how.sinks[of] - now);
+                }
+                float* to = out + (token * how.num_heads + of) * pages.value_dim;
+                for (int64_t d = 0; d < pages.value_dim; d++) to[d] = tile.sums[r * pages.value_dim + d] * factor / mass;
+            }
+        }
+    }
+}
+
+void attend(const Pages& pages, const Spans& spans, const Heads& queries, const Attention& how, float* out) {
+    const int64_t both = pages.block_size | pages.value_dim;  // a power of two divides it if it divides both
+    if (both % 16 == 0) attend_with<16>(pages, spans, queries, how, out);
+    else if (both % 4 == 0) attend_with<4>(pages, spans, queries, how, out);
+    else attend_with<1>(pages, spans, queries, how, out);
+}
+
+}  // namespace
+
+extern "C" {
+
+// A decoder layer that norms, attends and adds, then norms, feeds forward and adds.
+struct Decoder {
+    const float *norm_weights, *next_norm_weights;
+    float eps, next_eps;
+    Linear projections, output, gate_up, down;  // query, key and value are one
+    const float *query_norm, *key_norm;         // of each head, or null
+    float head_eps;
+    int64_t rotary_dim;
+    Attention attention;
+    Pages pages;
+};
+
+void trio_llm_pack(const float* weight, int64_t outputs, int64_t inputs, int64_t step, Group* to) {
+    const int64_t groups = groups_of(inputs), tiles = (outputs + TILE - 1) / TILE;
+#pragma omp parallel for schedule(static)
+    for (int64_t tile = 0; tile < tiles; tile++)
+        for (int64_t g = 0; g < groups; g++) {
+            Group& group = to[tile * step * groups + g];
+            const int64_t left = inputs - g * GROUP;
+            for (int i = 0; i < TILE; i++) {
+                int8_t numbers[GROUP] = {};
+                const int64_t output = tile * TILE + i;
+                const float* x = weight + output * inputs + g * GROUP;
+                group.scales[i] = output < outputs ? quantize(x, left < GROUP ? (int)left : GROUP, numbers) : 0.0f;
+                for (int k = 0; k < GROUP; k++) group.weights[k / 4][i][k % 4] = (uint8_t)(numbers[k] + 128);
+            }
+        }
+}
+
+void trio_llm_linear(const Linear* layer, const float* x, int64_t stride, int64_t count, float* out, int threads) {
+    scratch.reset(rows_bytes(count, layer->inputs));
+    const Rows rows = take_rows(count, layer->inputs);
+#pragma omp parallel num_threads(threads)
+    {
+        quantize_rows(x, stride, layer->inputs, count, rows);
+        linear<Store::PLAIN>(*layer, rows, count, out, layer->outputs);
+    }
+}
+
+void trio_llm_rms_norm(const float* x, const float* weight, int64_t width, int64_t count, float eps, float* out) {
+    for (int64_t row = 0; row < count; row++) rms_norm(x + row * width, weight, width, eps, out + row * width);
+}
+
+void trio_llm_attend(const Pages* pages, const Spans* spans, const Heads* queries, const Heads* keys, const Heads* values,
+                     const Attention* how, float* out, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        write(*pages, *spans, *keys, *values);
+        attend(*pages, *spans, *queries, *how, out);
+    }
+}
+
+void trio_llm_decoder(const Decoder* layer, const Spans* spans, const float* x, const float* cosines, const float* sines,
+                      float* out, int threads) {
+    const int64_t count = spans->num_tokens, width = layer->projections.inputs, inner = layer->down.inputs;
+    const int64_t heads = layer->attention.num_heads, kv_heads = layer->pages.num_heads;
+    const int64_t dim = layer->pages.key_dim, value_dim = layer->pages.value_dim, attended = heads * value_dim;
+    const int64_t projected = layer->projections.outputs, rotary = layer->rotary_dim;
+    const int64_t widest = attended > width ? (attended > inner ? attended : inner) : (width > inner ? width : inner);
+    const int64_t floats = count * (width + projected + attended + inner) + 4 * 16;
+    scratch.reset(rows_bytes(count, widest) + floats * sizeof(float));
+    const Rows whole = take_rows(count, widest);
+    const auto rows = [&](int64_t of) { return Rows{whole.numbers, whole.scales, whole.offsets, groups_of(of)}; };
+    float* normed = scratch.take<float>(count * width);
+    float* projections = scratch.take<float>(count * projected);
+    float* mixed = scratch.take<float>(count * attended);
+    float* gated = scratch.take<float>(count * inner);
+    const Heads queries{projections, projected, dim}, keys{projections + heads * dim, projected, dim};
+    const Heads values{projections + (heads + kv_heads) * dim, projected, value_dim};
+#pragma omp parallel num_threads(threads)
+    {
+        norm_and_quantize(x, layer->norm_weights, layer->eps, width, count, normed, rows(width));
+        linear<Store::PLAIN>(layer->projections, rows(width), count, projections, projected);
+#pragma omp for schedule(static)
+        for (int64_t token = 0; token < count; token++) {
+            const float *cosine = cosines + token * rotary, *sine = sines + token * rotary;
+            for (int64_t h = 0; h < heads + kv_heads; h++) {
+                float* head = projections + token * projected + h * dim;
+                const float* norm = h < heads ? layer->query_norm : layer->key_norm;
+                if (norm) rms_norm(head, norm, dim, layer->head_eps, head);
+                for (int64_t d = 0; d < rotary / 2; d++) {
+                    const float low = head[d], high = head[d + rotary / 2];
+                    head[d] = low * cosine[d] - high * sine[d];
+                    head[d + rotary / 2] = high * cosine[d + rotary / 2] + low * sine[d + rotary / 2];
+                }
+            }
+        }
+        write(layer->pages, *spans, keys, values);
+        attend(layer->pages, *spans, queries, layer->attention, mixed);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < count; row++) {
+            std::memcpy(out + row * width, x + row * width, width * sizeof(float));
+            rows(attended).take(row, mixed + row * attended, attended);
+        }
+        linear<Store::ADD>(layer->output, rows(attended), count, out, width);
+        norm_and_quantize(out, layer->next_norm_weights, layer->next_eps, width, count, normed, rows(width));
+        linear<Store::GATED>(layer->gate_up, rows(width), count, gated, inner);
+        quantize_rows(gated, inner, inner, count, rows(inner));
+        linear<Store::ADD>(layer->down, rows(inner), count, out, width);
+    }
+}
+}

@@ -1,0 +1,112 @@
+"""Attention by our own kernels: pages are read in place, all sequences of a step in one call a layer."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from trio_llm.core.attention import Layer, LayerSpec, Options, SequenceSpan
+from trio_llm.core.kernels import Attention, Kernels, Pages, Spans
+
+
+class PageBackend:
+    """An AttentionBackend for CPUs and float32.
+
+    Pages are head-major, keys (block, head, dim, token) and values (block, head, token, dim), so
+    that what one head reads lies together.  The result of a query depends on nothing but its own
+    sequence, bit for bit: neither on its neighbours nor on how the sequence was cut in chunks.
+    """
+
+    def __init__(self, kernels: Kernels, block_size: int = 16) -> None:
+        self.kernels = kernels
+        self.block_size = block_size
+        self.spans = Spans()
+        self._numbers = array("q")  # what `spans` points to
+        self._pages: list[Tensor] = []
+
+    def allocate(self, specs: Sequence[LayerSpec], num_blocks: int, dtype: torch.dtype) -> list[Layer]:
+        if dtype is not torch.float32:
+            raise TypeError(f"the kernels keep keys and values in float32, not {dtype}")
+        self._pages = []
+        layers: list[Layer] = []
+        for spec in specs:
+            keys, values = (
+                # empty, not zeros: memory that is never written is never touched
+                torch.empty((num_blocks, spec.num_kv_heads, *dims), dtype=dtype, device="cpu")
+                for dims in ((spec.key_dim, self.block_size), (self.block_size, spec.value_dim))
+            )
+            self._pages += [keys, values]
+            layers.append(
+                PageLayer(
+                    self,
+                    Pages(
+                        keys.data_ptr(),
+                        values.data_ptr(),
+                        spec.num_kv_heads,
+                        spec.key_dim,
+                        spec.value_dim,
+                        self.block_size,
+                    ),
+                )
+            )
+        return layers
+
+    def begin_step(self, spans: Sequence[SequenceSpan]) -> None:
+        count = len(spans)
+        lengths = [span.length for span in spans]
+        offsets, tables = [0] * count, [0] * count
+        blocks: list[int] = []
+        num_tokens = 0
+        for index, span in enumerate(spans):
+            offsets[index], tables[index] = num_tokens, len(blocks)
+            num_tokens += span.length
+            blocks += span.block_table
+        self._numbers = array("q", [*offsets, *lengths, *(span.start for span in spans), *tables, *blocks])
+        address, _ = self._numbers.buffer_info()
+        self.spans = Spans(count, num_tokens, *(address + 8 * count * index for index in range(5)))
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            sources, destinations = (torch.tensor(ids, device="cpu") for ids in zip(*pairs, strict=True))
+            for pages in self._pages:
+                pages[destinations] = pages[sources]
+
+
+@attrs.define(eq=False)
+class PageLayer:
+    """One layer's pages."""
+
+    backend: PageBackend
+    pages: Pages
+    how: Attention | None = None
+    """How the model last wanted its attention computed."""
+    _options: Options | None = None
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        how = self._how(options, num_heads=query.shape[1])
+        out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1]))
+        self.backend.kernels.attend(self.pages, self.backend.spans, query[0], key[0], value[0], how, out)
+        return out
+
+    def _how(self, options: Options, num_heads: int) -> Attention:
+        known = self._options
+        if (
+            self.how is None
+            or known is None
+            or known.sinks is not options.sinks
+            or (known.scaling, known.sliding_window, known.softcap)
+            != (options.scaling, options.sliding_window, options.softcap)
+        ):
+            self._options = options
+            self.how = Attention(
+                num_heads,
+                self.pages.key_dim**-0.5 if options.scaling is None else options.scaling,
+                options.softcap or 0.0,
+                options.sliding_window or 0,
+                None if options.sinks is None else options.sinks.data_ptr(),
+            )
+        return self.how
