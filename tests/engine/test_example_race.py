@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import ModuleType
@@ -26,9 +27,17 @@ def example() -> ModuleType:
 
 
 async def test_race(example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = threading.Event()
+
     def open_fake(model: str, *, name: str, **settings: Any) -> AbstractAsyncContextManager[Engine]:
-        text = b"Hello!\n" if model == "terse" else b"." * 200
-        executor = FakeExecutor(next_token=lambda context, index: text[index])
+        def next_token(_: list[int], index: int) -> int:
+            if model == "bore":
+                runs.set()
+                return ord(".")
+            assert runs.wait(30)  # or the other might still be at its prompt when this one is done
+            return b"Hello!\n"[index]
+
+        executor = FakeExecutor(next_token=next_token)
         # nobody reads from the bore for long enough to see its end
         window = 256 if model == "terse" else 1
         return open_engine(
