@@ -14,12 +14,10 @@ from trio_llm.prompt.events import (
     TextPiece,
     ToolCallArguments,
     ToolCallStart,
-    collect,
 )
-from trio_llm.prompt.output_parser import OutputParser
 from trio_llm.server.openai.chunks import Chunks, Identity, timings_of, truncated_of, usage_of
 from trio_llm.server.openai.logprobs import chat_logprobs, of_text, prompt_logprobs
-from trio_llm.server.openai.tools import Reading
+from trio_llm.server.openai.speech import Speech
 from trio_llm.server.openai.wire import (
     AnswerFunction,
     AnswerMessage,
@@ -35,78 +33,6 @@ from trio_llm.server.openai.wire import (
     ToolCallDelta,
     UsageBody,
 )
-
-
-class Speech:
-    """What one choice says, as it comes: read from its text.
-
-    Streamed or not, it is read the same way, so that both say the same.
-    """
-
-    def __init__(self, parser: OutputParser, reading: Reading) -> None:
-        self._parser = parser
-        self._reading = reading
-        self._events: list[Event] = []
-        self._call_ids: list[str] = []
-
-    def push(self, deltas: Sequence[Delta]) -> list[Event]:
-        """Take what is new, and with the last of it what was held back."""
-        events: list[Event] = []
-        for delta in deltas:
-            events += self._parser.push(delta.text, delta.token_ids)
-            if delta.finish_reason is not None:
-                events += self._parser.finish()
-        if not self._reading.parallel:
-            events = [event for event in events if getattr(event, "index", 0) == 0]
-        self._call_ids += [self._new_id() for event in events if isinstance(event, ToolCallStart)]
-        self._events += events
-        return events
-
-    def call_id(self, index: int) -> str:
-        """The id of a call that was told."""
-        return self._call_ids[index]
-
-    @property
-    def reasoning_tokens(self) -> int:
-        return self._parser.reasoning_tokens
-
-    def finish_reason(self, reason: str) -> str:
-        """What an end is called: a call that the model chose to make has a name of its own."""
-        if reason == "stop" and self._call_ids and not self._reading.choice.is_named:
-            return "tool_calls"
-        return reason
-
-    def message(self) -> AnswerMessage:
-        """All that was said."""
-        said = collect(self._events)
-        calls = [
-            AnswerToolCall(id=self._call_ids[place], function=AnswerFunction(name=call.name, arguments=call.arguments))
-            for place, call in enumerate(said.tool_calls)
-        ]
-        return AnswerMessage(
-            content=said.content or (None if calls else ""),
-            reasoning_content=said.reasoning or None,
-            tool_calls=calls or None,
-        )
-
-    def delta(self, event: Event) -> ChunkDelta:
-        """One piece of it."""
-        match event:
-            case TextPiece(text):
-                return ChunkDelta(content=text)
-            case ReasoningPiece(text):
-                return ChunkDelta(reasoning_content=text)
-            case ToolCallStart(index, name):
-                function = FunctionDelta(name=name, arguments="")
-                call = ToolCallDelta(index=index, id=self._call_ids[index], type="function", function=function)
-                return ChunkDelta(tool_calls=[call])
-            case ToolCallArguments(index, text):
-                return ChunkDelta(tool_calls=[ToolCallDelta(index=index, function=FunctionDelta(arguments=text))])
-
-    def _new_id(self) -> str:
-        assert self._reading.tool_format is not None
-        return self._reading.tool_format.new_call_id()
-
 
 Speeches = Sequence[Speech] | None
 """One for each choice; None where the text is the answer as it is."""
@@ -134,11 +60,40 @@ def _choice(choice: Choice, generation: Generation, body: ChatCompletionRequest,
     speech, reason = None if speeches is None else speeches[choice.index], str(choice.finish_reason)
     return ChatChoice(
         index=choice.index,
-        message=AnswerMessage(content=choice.text) if speech is None else speech.message(),
+        message=AnswerMessage(content=choice.text) if speech is None else _message(speech),
         logprobs=_logprobs([choice], generation, body),
         finish_reason=reason if speech is None else speech.finish_reason(reason),
         token_ids=choice.token_ids if body.return_token_ids else None,
     )
+
+
+def _message(speech: Speech) -> AnswerMessage:
+    """All that was said."""
+    said = speech.said
+    calls = [
+        AnswerToolCall(id=speech.call_id(place), function=AnswerFunction(name=call.name, arguments=call.arguments))
+        for place, call in enumerate(said.tool_calls)
+    ]
+    return AnswerMessage(
+        content=said.content or (None if calls else ""),
+        reasoning_content=said.reasoning or None,
+        tool_calls=calls or None,
+    )
+
+
+def _delta(speech: Speech, event: Event) -> ChunkDelta:
+    """One piece of it."""
+    match event:
+        case TextPiece(text):
+            return ChunkDelta(content=text)
+        case ReasoningPiece(text):
+            return ChunkDelta(reasoning_content=text)
+        case ToolCallStart(index, name):
+            function = FunctionDelta(name=name, arguments="")
+            call = ToolCallDelta(index=index, id=speech.call_id(index), type="function", function=function)
+            return ChunkDelta(tool_calls=[call])
+        case ToolCallArguments(index, text):
+            return ChunkDelta(tool_calls=[ToolCallDelta(index=index, function=FunctionDelta(arguments=text))])
 
 
 def _usage(generation: Generation, speeches: Speeches) -> UsageBody:
@@ -189,11 +144,11 @@ class ChatChunks(Chunks):
             return b"".join(
                 self.text(index, event.text)
                 if isinstance(event, TextPiece)
-                else self.event(self.chunk([ChunkChoice(index=index, delta=speech.delta(event))]))
+                else self.event(self.chunk([ChunkChoice(index=index, delta=_delta(speech, event))]))
                 for event in events
             )
         # tokens are told when they come, their meaning when it is certain
-        choices = [ChunkChoice(index=index, delta=speech.delta(event)) for event in events]
+        choices = [ChunkChoice(index=index, delta=_delta(speech, event)) for event in events]
         details = self._details(index, deltas)
         if details is not None:
             choices[:1] = [attrs.evolve(details, delta=choices[0].delta) if choices else details]
