@@ -13,7 +13,7 @@ import pytest
 import torch
 import trio
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
-from trio.testing import wait_all_tasks_blocked
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_llm import StructuredOutput, open_engine
 from trio_llm.config import EngineSettings
@@ -175,9 +175,11 @@ class _HeldCompiler(GrammarCompiler):
     def __init__(self) -> None:
         super().__init__(object(), vocab_size=32, eos_token_ids=frozenset({0}))
         self.held = threading.Event()
+        self.begun = threading.Event()
         self.num_compiled = 0
 
     def _compile(self, structure: StructuredOutput) -> Grammar:
+        self.begun.set()
         self.held.wait()
         self.num_compiled += 1
         return Grammar(None, self._vocabulary, self._ends, self._eos_token_ids)  # type: ignore[arg-type]
@@ -208,7 +210,7 @@ async def test_who_is_cancelled_leaves_what_was_begun_to_the_others() -> None:
 
 
 async def test_who_compiles_for_too_long_is_refused_and_who_waits_behind_is_told_to_come_again(
-    autojump_clock: trio.testing.MockClock,
+    mock_clock: MockClock,
 ) -> None:
     compiler, limiter = _HeldCompiler(), trio.CapacityLimiter(1)
     raised: dict[str, Exception] = {}
@@ -221,10 +223,14 @@ async def test_who_compiles_for_too_long_is_refused_and_who_waits_behind_is_told
             raised[name] = error
 
     async with trio.open_nursery() as nursery:
-        for name in ("first", "second"):
-            nursery.start_soon(ask, name)
-            await wait_all_tasks_blocked()
-    assert trio.current_time() == pytest.approx(admission.COMPILE_TIMEOUT, abs=1)
+        nursery.start_soon(ask, "first")
+        await trio.to_thread.run_sync(compiler.begun.wait)
+        nursery.start_soon(ask, "second")
+        await wait_all_tasks_blocked()
+        mock_clock.jump(admission.COMPILE_TIMEOUT - 0.1)
+        await wait_all_tasks_blocked()
+        assert not raised
+        mock_clock.jump(0.2)
     assert isinstance(raised["first"], InvalidRequest)
     assert raised["first"].field == "structured_output"
     assert isinstance(raised["second"], QueueFull)
