@@ -353,7 +353,7 @@ def test_memory_that_runs_out_in_a_large_forward_pauses_drafting_and_turns_it_of
     assert statistics.num_steps < 100
 
 
-def test_a_row_that_fails_by_itself_ends_its_guess_alone() -> None:
+def test_a_row_that_fails_by_itself_ends_drafting_for_its_sequence_alone() -> None:
     class Failing(FakeExecutor):
         def collect(self, handle: StepPlan) -> StepResult:
             result = super().collect(handle)
@@ -367,6 +367,8 @@ def test_a_row_that_fails_by_itself_ends_its_guess_alone() -> None:
     assert all(outputs[request.id, 0] == expected(request) for request in requests)
     drafted = [row.sequence_id for plan in core.target.plans for row in plan.rows if row.num_drafts]
     assert set(drafted) == {1}
+    # asked for together once, then alone, then never again
+    assert sum(row.sequence_id == 0 for plan in core.draft.plans for row in plan.rows) == 2
 
 
 def test_a_token_beyond_the_draft_models_vocabulary_ends_drafting_for_that_sequence() -> None:

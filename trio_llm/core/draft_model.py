@@ -202,27 +202,25 @@ class DraftModel:
             ]:
                 self._contents.pop(block, None)
         result = self.executor.collect(self.executor.launch(StepPlan(tuple(rows))))
+        for error in result.failures.values():
+            raise error  # whose row it is shows when each is asked for alone; what its blocks hold may be no numbers
         for guess, row, content, sampled in zip(guesses, rows, held, result.token_ids, strict=True):
             self._deposit(guess.state.table, row, content)
             guess.token_ids += sampled
-            if row.sample and not sampled:
-                # the row failed by itself, and what the executor knows of it is not certain
-                guess.wanted = 0
-                self._forget(guess.sequence.id)
 
     def _held_before(self, guess: _Guess, row: Row) -> _Content:
         """What the first block that a row writes holds before what it writes."""
-        table = guess.state.table
+        state = guess.state
         first, offset = divmod(row.start, self._size)
         if row.block_copies:
             held = self._contents[row.block_copies[0][0]]
         elif offset:
-            held = self._contents[table[first]]
-        elif first:
-            previous = self._contents[table[first - 1]]
-            return _Content(block_hash(previous.before, previous.token_ids), ())
+            held = self._contents[state.table[first]]
+        elif first == state.num_full:
+            return _Content(state.before, ())
         else:
-            return _Content(_root(guess.sequence), ())
+            previous = self._contents[state.table[first - 1]]
+            return _Content(block_hash(previous.before, previous.token_ids), ())
         return _Content(held.before, held.token_ids[:offset])
 
     def _deposit(self, table: Seq[int], row: Row, held: _Content) -> None:
