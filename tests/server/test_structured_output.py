@@ -139,10 +139,20 @@ async def test_refused(serving):
         await server.assert_all_free()
 
 
-async def test_a_form_leaves_no_room_for_reasoning(serving):
-    executor, model = random_model(template=THINKING)
-    async with serving(executor=executor, model=model) as server:
-        body = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 100}
-        answer = await server.ask("POST", CHAT, {**body, "structured_outputs": {"regex": "<think>a</think>b"}})
-        message = answer.json["choices"][0]["message"]
-        assert message == {"role": "assistant", "content": "<think>a</think>b", "refusal": None}
+async def test_the_form_is_that_of_the_answer_alone(serving):
+    """Reasoning may come before it, and must where the template has begun it."""
+    for template in (THINKING, THINKING + "{% if add_generation_prompt %}<think>\n{% endif %}"):
+        executor, model = random_model(template=template)
+        async with serving(executor=executor, model=model) as server:
+            body = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400}
+            # the end of the reasoning is one token of 330; make it a likely one
+            bias = {"logit_bias": {str(token): 20 for token in model.tokenizer.encode("</think>")}}
+            for seed in range(3):
+                fields = {**body, **bias, "seed": seed, "response_format": named(SCHEMA)}
+                (choice,) = (await server.ask("POST", CHAT, fields)).json["choices"]
+                assert choice["finish_reason"] in ("stop", "length")
+                if choice["finish_reason"] == "stop":
+                    assert fits_schema(choice["message"]["content"])
+                else:
+                    assert choice["message"]["content"] == ""
+                assert ("reasoning_content" in choice["message"]) or template is THINKING

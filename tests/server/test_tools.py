@@ -276,3 +276,19 @@ async def test_a_model_that_cannot_call(serving):
         assert (answer.status, answer.json["error"]["param"]) == (400, "tools")
         answer = await server.ask("POST", CHAT, {**HI, "tools": [WEATHER], "tool_choice": "none", "max_tokens": 2})
         assert answer.status == 200
+
+
+async def test_strict_functions_do_not_force_a_call(serving):
+    executor, model = random_model(template=CALLING)
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    async with serving(executor=executor, model=model) as server:
+        answer = await server.ask("POST", CHAT, {**HI, "tools": [strict], "temperature": 0, "max_tokens": 12})
+        assert answer.status == 200
+        assert "strict" not in model.tokenizer.decode(
+            (await server.ask("POST", CHAT, {**HI, "tools": [strict], "max_tokens": 1, "return_token_ids": True})).json[
+                "prompt_token_ids"
+            ]
+        )
+        text = await server.ask("POST", CHAT, {**HI, "temperature": 0, "max_tokens": 12})
+        assert answer.json["choices"][0]["message"]["content"]
+        assert text.json["choices"][0]["message"]["content"]

@@ -199,7 +199,10 @@ FUNCTION: Table = {
     "name": supported(remark="From 1 to 64 letters, digits, `_` and `-`."),
     "description": supported(),
     "parameters": supported(remark="A JSON schema of an object.", check=check_free_form),
-    "strict": supported(remark="A call that is required is held to the schema whether this is true or false."),
+    "strict": supported(
+        remark="True: a call that the model chooses to make is held to the schema, where it begins with a marker. "
+        "One that is required always is."
+    ),
 }
 """`function` of an entry of `tools`."""
 

@@ -14,8 +14,10 @@ from trio_llm.core.sampling_params import StructuredOutput
 from trio_llm.engine.engine import Engine
 from trio_llm.engine.generation import Generation
 from trio_llm.errors import InvalidRequest, UnsupportedParameter
+from trio_llm.prompt.chat_template import Conversation
 from trio_llm.prompt.output_parser import OutputParser
 from trio_llm.prompt.reasoning import ReasoningFormat, reasoning_format
+from trio_llm.prompt.reasoning_grammar import after_reasoning
 from trio_llm.prompt.tool_choice import ToolChoice, read_tool_choice, tool_grammar
 from trio_llm.prompt.tool_formats import ToolFormat, tool_format
 from trio_llm.server.openai.wire import ChatCompletionRequest, Tool
@@ -59,7 +61,7 @@ class Reading:
     reasoning_format: ReasoningFormat | None = None
     """None: reasoning is not looked for."""
     grammar: StructuredOutput | None = None
-    """What forces a call."""
+    """What forces a call, or holds calls to their schemas."""
 
     @property
     def is_plain(self) -> bool:
@@ -89,7 +91,7 @@ def reading(body: ChatCompletionRequest, formats: Formats, *, is_structured: boo
     """How the answer to a request is to be read.
 
     Args:
-        is_structured: the whole text is held to a form, which leaves no room for reasoning or calls.
+        is_structured: the answer is held to a form, which leaves no room for calls.
 
     Raises:
         InvalidRequest: the tools, or what may be chosen of them, are wrong.
@@ -99,27 +101,46 @@ def reading(body: ChatCompletionRequest, formats: Formats, *, is_structured: boo
     # without tools, "auto" and "none" ask for nothing
     wanted = None if not tools and body.tool_choice in ("auto", "none") else body.tool_choice
     choice = read_tool_choice(wanted, tools)
-    reasoning = None if is_structured else formats.reasoning
     if not choice.names:
         # a model that may call nothing is told of nothing
-        return Reading(reasoning_format=reasoning)
+        return Reading(reasoning_format=formats.reasoning)
     if is_structured:
         raise InvalidRequest("a structured text does not go with tools, unless tool_choice is none", field="tools")
     if formats.tools is None:
         text = "it is not known how this model writes tool calls; --tool-call-parser can name it"
         raise UnsupportedParameter(text, field="tools")
-    grammar = tool_grammar(formats.tools, tools, choice, parallel=body.parallel_tool_calls)
     return Reading(
-        tools=tools,
+        tools=[_told(tool) for tool in tools],
         choice=choice,
         parallel=body.parallel_tool_calls,
         tool_format=formats.tools,
-        reasoning_format=reasoning if grammar is None else None,
-        grammar=grammar,
+        reasoning_format=formats.reasoning,
+        grammar=tool_grammar(formats.tools, tools, choice, parallel=body.parallel_tool_calls),
     )
 
 
+async def form_of_text(
+    answer: StructuredOutput | None, read: Reading, engine: Engine, prompt: Conversation
+) -> StructuredOutput | None:
+    """What the whole text is held to: the form of the answer, or of its calls, after any reasoning.
+
+    Raises:
+        InvalidRequest: it is larger than its limit.
+    """
+    form = answer if read.grammar is None else read.grammar
+    if form is None or read.reasoning_format is None:
+        return form
+    # templates run in threads
+    inside = await trio.to_thread.run_sync(read.reasoning_format.is_opened_by_template, engine.tokenizer, prompt)
+    return after_reasoning(form, read.reasoning_format, inside=inside)
+
+
 def _definition(tool: Tool) -> dict[str, Any]:
-    function = tool.function
-    given = {"name": function.name, "description": function.description, "parameters": function.parameters}
-    return {"type": tool.type, "function": {name: value for name, value in given.items() if value is not None}}
+    function = attrs.asdict(tool.function)
+    return {"type": tool.type, "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _told(definition: dict[str, Any]) -> dict[str, Any]:
+    """What a model is told of a function: whether it is strict is no affair of the model's."""
+    function = {name: value for name, value in definition["function"].items() if name != "strict"}
+    return {**definition, "function": function}

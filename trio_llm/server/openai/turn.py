@@ -22,7 +22,7 @@ from trio_llm.server.openai.generate import check_prompt_logprobs, finish, sampl
 from trio_llm.server.openai.messages import conversation
 from trio_llm.server.openai.speech import Speech
 from trio_llm.server.openai.structured import structured_output
-from trio_llm.server.openai.tools import Reading, formats_of, reading
+from trio_llm.server.openai.tools import Reading, form_of_text, formats_of, reading
 from trio_llm.server.openai.wire import ChatCompletionRequest
 
 
@@ -69,12 +69,12 @@ async def begin_turn(
         params, own_names = _params(app, body)
         read = reading(body, await formats_of(engine, app.settings), is_structured=params.structured_output is not None)
         if read.grammar is not None:
-            params = attrs.evolve(params, structured_output=read.grammar)
             own_names["structured_output"] = "tools"
-        if not read.is_plain:
-            params = attrs.evolve(params, keep_special_tokens=read.special_token_ids)
         with fields_called(own_names):
-            identity = await start(exchange, engine, [conversation(body, read.tools)], params, body, prefix=prefix)
+            prompt = conversation(body, read.tools)
+            form = await form_of_text(params.structured_output, read, engine, prompt)
+            params = attrs.evolve(params, structured_output=form, keep_special_tokens=read.special_token_ids)
+            identity = await start(exchange, engine, [prompt], params, body, prefix=prefix)
     (generation,) = exchange.generations
     if read.is_plain:
         return Turn(identity, generation, None)
