@@ -143,7 +143,7 @@ class Edits:
         """The tokens that do not stay, (masks, vocab)."""
         words = torch.from_numpy(np.stack(list(self.masks.values())).view(np.int32)).to(device)
         bits = torch.ones(32, dtype=torch.int32, device=device) << torch.arange(32, dtype=torch.int32, device=device)
-        return (words[:, :, None] & bits).eq_(0).flatten(1)[:, :vocab_size].bool()
+        return (words[:, :, None] & bits).eq(0).flatten(1)[:, :vocab_size]
 
     def _penalised(self, values: Tensor, rows: Tensor) -> Tensor:
         device = values.device
