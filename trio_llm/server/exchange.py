@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -56,6 +57,10 @@ class Exchange:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         return await self._stack.__aexit__(kind, error, trace)
+
+    def at_end(self, function: Callable[[], object]) -> None:
+        """Have something called when it ends, however it does."""
+        self._stack.callback(function)
 
     async def enter(self, generation: Generation) -> None:
         """Start a generation that ends with this exchange, at the latest.

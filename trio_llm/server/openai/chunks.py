@@ -10,6 +10,8 @@ import attrs
 import orjson
 
 from trio_llm.engine.generation import Delta, Generation
+from trio_llm.errors import TrioLLMError
+from trio_llm.server.openai.error_bodies import body_of
 from trio_llm.server.openai.wire import (
     ChatCompletionChunk,
     ChunkChoice,
@@ -174,6 +176,10 @@ class Chunks(ABC):
         if not self.with_usage:
             return DONE
         return event(attrs.evolve(self.chunk([]), usage=self.usage())) + DONE
+
+    def failure(self, error: TrioLLMError) -> bytes:
+        """What ends a stream that fails: the envelope that a status would have come with, and [DONE]."""
+        return b"data: " + body_of(error) + b"\n\n" + DONE
 
     def event(self, chunk: AnyChunk) -> bytes:
         """A chunk as an event, with as much of usage as was asked for."""

@@ -98,18 +98,29 @@ def screen(document: dict[str, Any], table: fields.Table, *, lenient: bool) -> d
         UnsupportedParameter: a field asks for what is not supported.
     """
     ignored: list[str] | None = [] if lenient else None
-    kept = _screen(document, table, "", ignored)
-    if ignored:
-        logger.info("ignored parameters", parameters=ignored)
+    kept = screen_object(document, table, "", ignored)
+    log_ignored(ignored)
     return kept
 
 
-def _screen(document: dict[str, Any], table: fields.Table, path: str, ignored: list[str] | None) -> dict[str, Any]:
+def log_ignored(ignored: list[str] | None) -> None:
+    """One line for all that a request had ignored."""
+    if ignored:
+        logger.info("ignored parameters", parameters=ignored)
+
+
+def screen_object(
+    document: dict[str, Any], table: fields.Table, path: str, ignored: list[str] | None
+) -> dict[str, Any]:
     """Those of the fields of one object that count.
 
     Args:
         path: where the object stands in the body, with a dot at its end; "" is the body itself.
         ignored: takes the paths of what is ignored; None refuses it.
+
+    Raises:
+        InvalidRequest: a field is unknown, or one has the wrong type or is too large.
+        UnsupportedParameter: a field asks for what is not supported.
     """
     kept = {}
     for name, value in document.items():
@@ -142,7 +153,7 @@ def _inner(value: Any, field: fields.Field, path: str, ignored: list[str] | None
     """
     assert field.table is not None
     if isinstance(value, dict):
-        return _screen(value, field.table, f"{path}.", ignored)
+        return screen_object(value, field.table, f"{path}.", ignored)
     if not isinstance(value, list):
         return value
     if len(value) > field.most:
@@ -150,7 +161,7 @@ def _inner(value: Any, field: fields.Field, path: str, ignored: list[str] | None
     for index, item in enumerate(value):
         if not isinstance(item, dict):
             raise wrong_type(f"{path}[{index}]", "an object", item)
-    return [_screen(item, field.table, f"{path}[{index}].", ignored) for index, item in enumerate(value)]
+    return [screen_object(item, field.table, f"{path}[{index}].", ignored) for index, item in enumerate(value)]
 
 
 def _check_stream_options(body: wire.GenerationFields) -> None:

@@ -6,9 +6,9 @@ only ever advanced, and what it reads from belongs to the request's Exchange.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import trio
 from quart import Response
@@ -17,10 +17,32 @@ from quart.wrappers.response import ResponseBody
 from trio_llm.engine.generation import Delta
 from trio_llm.errors import TrioLLMError
 from trio_llm.server.exchange import Exchange
-from trio_llm.server.openai.chunks import DONE, Chunks
-from trio_llm.server.openai.error_bodies import body_of
 
 KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Writer(Protocol):
+    """How an endpoint spells what comes; each method gives complete events, or nothing."""
+
+    def opening(self, index: int) -> bytes:
+        """What a choice begins with, whatever comes."""
+
+    def content(self, place: int, index: int, deltas: Sequence[Delta]) -> bytes:
+        """What has come of a choice.
+
+        Args:
+            place: of its generation.
+            index: of the choice in the answer.
+        """
+
+    def closing(self, index: int, finish_reason: str, *, is_last: bool) -> bytes:
+        """The end of a choice; `is_last` if no other is left."""
+
+    def end(self) -> bytes:
+        """The end of all."""
+
+    def failure(self, error: TrioLLMError) -> bytes:
+        """What is said in place of all that would have come."""
 
 
 class EventStream(ResponseBody):
@@ -28,16 +50,16 @@ class EventStream(ResponseBody):
 
     Args:
         exchange: of the request, with its generations entered.
-        chunks: the endpoint's spelling.
+        writer: the endpoint's spelling.
         keep_alive: seconds of silence after which a comment is sent.
         first: the deltas that were waited for before the status line went out; None if none came in time.
     """
 
     def __init__(
-        self, exchange: Exchange, chunks: Chunks, *, keep_alive: float, first: list[tuple[int, Delta]] | None
+        self, exchange: Exchange, writer: Writer, *, keep_alive: float, first: list[tuple[int, Delta]] | None
     ) -> None:
         self._exchange = exchange
-        self._chunks = chunks
+        self._writer = writer
         self._keep_alive = keep_alive
         self._first = first
         self._opened = False
@@ -63,7 +85,7 @@ class EventStream(ResponseBody):
         try:
             if not self._opened:
                 self._opened = True
-                opening = b"".join(self._chunks.opening(index) for index in range(self._running))
+                opening = b"".join(self._writer.opening(index) for index in range(self._running))
                 events = opening + self._encode(self._first or ())
                 if events:
                     return events
@@ -71,7 +93,7 @@ class EventStream(ResponseBody):
         except TrioLLMError as error:
             self._done = True
             self._exchange.error = error
-            return b"data: " + body_of(error) + b"\n\n" + DONE
+            return self._writer.failure(error)
 
     async def _next(self) -> bytes:
         silent_until = trio.current_time() + self._keep_alive
@@ -91,18 +113,18 @@ class EventStream(ResponseBody):
         events = []
         for (place, choice), deltas in parts.items():
             index = place * self._num_choices + choice
-            events.append(self._chunks.content(place, index, deltas))
+            events.append(self._writer.content(place, index, deltas))
             reason = deltas[-1].finish_reason
             if reason is not None:
                 self._running -= 1
-                events.append(self._chunks.closing(index, reason.value, is_last=self._running == 0))
+                events.append(self._writer.closing(index, reason.value, is_last=self._running == 0))
         if self._running == 0:
             self._done = True
-            events.append(self._chunks.end())
+            events.append(self._writer.end())
         return b"".join(events)
 
 
-async def stream(exchange: Exchange, chunks: Chunks, *, patience: float, keep_alive: float) -> Response:
+async def stream(exchange: Exchange, writer: Writer, *, patience: float, keep_alive: float) -> Response:
     """The streamed answer of entered generations.
 
     Their first result is awaited for `patience` seconds, so that what fails in prefill still gets a
@@ -114,7 +136,7 @@ async def stream(exchange: Exchange, chunks: Chunks, *, patience: float, keep_al
     first: list[tuple[int, Delta]] | None = None
     with trio.move_on_after(patience):
         first = await exchange.receive()
-    body = EventStream(exchange, chunks, keep_alive=keep_alive, first=first)
+    body = EventStream(exchange, writer, keep_alive=keep_alive, first=first)
     response = Response(body, content_type="text/event-stream; charset=utf-8")
     response.headers["cache-control"] = "no-cache"
     response.headers["x-accel-buffering"] = "no"  # nginx would collect the events

@@ -19,7 +19,6 @@ from cattrs.errors import (
 from cattrs.gen import make_dict_structure_fn
 
 from trio_llm.errors import InvalidRequest
-from trio_llm.server.openai import wire
 from trio_llm.server.openai.limits import MAX_ENTRIES, show, wrong_type
 
 T = TypeVar("T")
@@ -27,8 +26,11 @@ T = TypeVar("T")
 _NAMES = {str: "a string", bool: "a boolean", int: "an integer", float: "a number"}
 
 
-def structure(document: dict[str, Any], kind: type[T]) -> T:
+def structure(document: dict[str, Any], kind: type[T], path: str = "") -> T:
     """A wire object from its fields, those of them that are not null.
+
+    Args:
+        path: where the object stands in the body; "" is the body itself.
 
     Raises:
         InvalidRequest: one is missing or wrong; `field` is its path.
@@ -36,7 +38,7 @@ def structure(document: dict[str, Any], kind: type[T]) -> T:
     try:
         return _converter.structure(document, kind)
     except (ClassValidationError, IterableValidationError) as group:
-        raise _explain(group, "") from None
+        raise _explain(group, path) from None
 
 
 class _WrongValue(ValueError):
@@ -86,12 +88,25 @@ def _strings(value: Any, _: Any) -> Any:
     return value
 
 
-def _content(value: Any, _: Any) -> Any:
+def _text_or_objects(value: Any, annotation: Any) -> Any:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        return _converter.structure(value, list[wire.ContentPart])
-    raise _WrongValue("a string or an array of content parts", value)
+        (objects,) = (part for part in get_args(annotation) if _origin(part) is list)
+        return _converter.structure(value, objects)
+    raise _WrongValue("a string or an array of objects", value)
+
+
+def _is_text_or_objects(annotation: Any) -> bool:
+    """A string, or a list of objects of one class."""
+    parts = get_args(annotation)
+    return str in parts and any(_origin(part) is list and attrs.has(get_args(part)[0]) for part in parts)
+
+
+def _text_or_items(value: Any, _: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise _WrongValue("a string or an array", value)
+    return value
 
 
 def _prompt(value: Any, _: Any) -> Any:
@@ -177,7 +192,7 @@ def _explain(error: Exception, path: str) -> InvalidRequest:
 
 _EXACT = {
     str | list[str]: _strings,
-    str | list[wire.ContentPart]: _content,
+    str | list[dict[str, Any]]: _text_or_items,
     str | list[int] | list[str] | list[list[int]]: _prompt,
     dict[int, float]: _biases,
     dict[str, Any]: _any_object,
@@ -202,4 +217,5 @@ _converter.register_structure_hook_factory(
 )
 _converter.register_structure_hook_factory(attrs.has, _checked(dict, "an object", make_dict_structure_fn))
 _converter.register_structure_hook_func(lambda annotation: _origin(annotation) is Literal, _literal)
+_converter.register_structure_hook_func(_is_text_or_objects, _text_or_objects)
 _converter.register_structure_hook_factory(_exactly, _hook_for)
