@@ -18,6 +18,7 @@ BODIES = {
     "/v1/chat/completions": {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "/v1/completions": {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 4},
 }
+SEVERAL = {"model": "fake", "prompt": [[1, 2, 3], [4], [5, 6]], "n": 2, "max_tokens": 3, "echo": True, "logprobs": 1}
 INFO = ExecutorInfo(num_blocks=64, block_size=4, vocab_size=256, max_model_len=128)
 
 
@@ -96,14 +97,14 @@ async def request(app, path, body, n, how):
 
 @pytest.mark.parametrize("how", ["cancelled", "disconnected"])
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", list(BODIES))
-async def test_interrupted_at_every_step(path, stream, how):
+@pytest.mark.parametrize(("path", "body"), [*BODIES.items(), ("/v1/completions", SEVERAL)])
+async def test_interrupted_at_every_step(path, body, stream, how):
     async with open_simulation(executor=FakeExecutor(INFO)) as engine:
         app = create_app(ServerSettings(), registry=Registry({"fake": engine}))
         statuses = set()
         for n in range(1, 1000):
             with trio.fail_after(20):
-                ended, status = await request(app, path, {**BODIES[path], "stream": stream}, n, how)
+                ended, status = await request(app, path, {**body, "stream": stream}, n, how)
             statuses.add(status)
             assert not app.exchanges
             assert engine.statistics().num_requests == 0

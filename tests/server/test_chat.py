@@ -274,3 +274,25 @@ async def test_a_salt_keeps_prefixes_apart(serving):
         assert await cached(cache_salt="yours") == 0
         assert await cached() == 0
         assert await cached() > 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_priority(serving, gated, path):
+    """Of those that wait, the lowest goes first."""
+    executor, gate = gated
+    body = HI if path.startswith("/v1/chat") else {"model": "fake", "prompt": "hi"}
+    async with serving(executor=executor, engine={"max_num_seqs": 1}) as server, trio.open_nursery() as nursery:
+        order = []
+
+        async def ask(priority):
+            answer = await server.ask("POST", path, {**body, "max_tokens": 2, "priority": priority})
+            assert answer.status == 200
+            order.append(priority)
+
+        for count, priority in enumerate((0, 5, -5), start=1):
+            nursery.start_soon(ask, priority)
+            await server.admitted(count)
+        gate.let(4)
+        await server.until(lambda: len(order) == 2)
+        assert sorted(order) == [-5, 0]
+        gate.open()

@@ -229,7 +229,6 @@ SAMPLING = {
     "prompt_logprobs": gives({"prompt_logprobs": 2}, has_prompt_logprobs),
     "truncation": is_cut,
     "truncate_prompt_tokens": is_cut,
-    "priority": gives({"priority": -5}, lambda body, choice: True),  # its effect is the scheduler's to prove
     "cache_salt": shares_by_salt,
     "return_token_ids": gives(
         {"return_token_ids": True},
@@ -329,6 +328,7 @@ COMPLETION_ROWS = {
 }
 ELSEWHERE = {
     "suffix",  # test_completions.py, with a tokenizer that has it
+    "priority",  # test_chat.py, with a queue
     "tools",  # test_tools.py
     "tool_choice",
     "parallel_tool_calls",

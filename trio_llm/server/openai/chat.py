@@ -31,4 +31,7 @@ async def chat_completions() -> Response:
         chunks = ChatChunks(turn.identity, turn.generation, body, turn.speeches)
         return await answer_stream(exchange, chunks, app.settings)
     await turn.finish(exchange)
-    return answer(completion(turn.identity, turn.generation, body, turn.speeches))
+    return await answer(
+        lambda: completion(turn.identity, turn.generation, body, turn.speeches),
+        is_large=body.logprobs or body.prompt_logprobs is not None,
+    )

@@ -62,7 +62,11 @@ async def completions() -> Response:
     if body.stream:
         chunks = TextChunks(identity, exchange.generations, body, choices)
         return await answer_stream(exchange, chunks, app.settings)
-    return answer(_completion(identity, await finish(exchange), body, choices))
+    generations = await finish(exchange)
+    return await answer(
+        lambda: _completion(identity, generations, body, choices),
+        is_large=params.logprobs is not None or params.prompt_logprobs is not None,
+    )
 
 
 def _params(body: CompletionRequest, settings: ServerSettings) -> tuple[SamplingParams, dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+import trio
 from quart import Response
 
 from trio_llm.config import ServerSettings
@@ -151,6 +152,15 @@ async def answer_stream(exchange: Exchange, chunks: Chunks, settings: ServerSett
     )
 
 
-def answer(body: object) -> Response:
-    """A wire object as a JSON response."""
-    return Response(encode(body), content_type="application/json")
+async def answer(make: Callable[[], object], *, is_large: bool) -> Response:
+    """A wire object as a JSON response.
+
+    Args:
+        make: makes the object.
+        is_large: it may have very many log-probabilities; it is made in a thread, beside the streams of others.
+    """
+    if is_large:
+        data = await trio.to_thread.run_sync(lambda: encode(make()), abandon_on_cancel=True)
+    else:
+        data = encode(make())
+    return Response(data, content_type="application/json")
