@@ -87,7 +87,7 @@ def check_asynchronous_under_trio():
 def check_tool_calls(client, choice):
     if not serves(CHAT, "tools"):
         pytest.skip("tools are not supported yet")
-    fields = {**RIVERS, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 60}
+    fields = {**RIVERS, "tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 60}
     answer = client.chat.completions.create(**fields)
     calls = answer.choices[0].message.tool_calls
     assert [call.function.name for call in calls] == ["get_weather"]

@@ -6,13 +6,16 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx2
 
 MODEL = "smollm2"
+HERE = Path(__file__).parent
 
 
 @contextmanager
@@ -21,22 +24,37 @@ def running_server(url: str | None = None) -> Iterator[str]:
     if url is not None:
         yield url.rstrip("/")
         return
-    # answers of a small model may never end by themselves
-    command = [sys.executable, "-m", "trio_llm", "serve", MODEL, "--port", "0", "--default-max-tokens", "200"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as process:
-        assert process.stderr is not None
-        try:
-            found = None
-            while found is None:
-                line = process.stderr.readline()
-                if not line:
-                    raise RuntimeError("the server ended before it served")
-                sys.stderr.write(line)
-                found = re.search(r"https?://[\d.]+:\d+", line)
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder))
+        command = [sys.executable, "-m", "trio_llm", "serve", folder, "--served-model-name", MODEL, "--port", "0"]
+        # answers of a small model may never end by themselves
+        command += ["--default-max-tokens", "200"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as process:
+            try:
+                yield _address(process)
+            finally:
+                process.terminate()
+
+
+def save_model(folder: Path) -> None:
+    """SmolLM2 with a chat template that shows tools to it: its own knows none."""
+    from trio_llm.config import EngineSettings
+    from trio_llm.models.loader import load_model
+
+    loaded = load_model(MODEL, settings=EngineSettings(dtype="float32"))
+    loaded.tokenizer.chat_template = (HERE / "tools.jinja").read_text(encoding="utf-8")
+    loaded.tokenizer.save_pretrained(folder)
+    loaded.model.save_pretrained(folder)
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    for line in process.stderr:
+        sys.stderr.write(line)
+        if found := re.search(r"https?://[\d.]+:\d+", line):
             threading.Thread(target=process.stderr.read, daemon=True).start()  # so that it never blocks
-            yield found[0]
-        finally:
-            process.terminate()
+            return found[0]
+    raise RuntimeError("the server ended before it served")
 
 
 def base_url() -> str:

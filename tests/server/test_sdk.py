@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 import trio
 
+from tests.server.scripted import CALLING, random_model, saying
 from trio_llm.server.openai.error_bodies import FAILURES
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
@@ -174,3 +177,62 @@ async def test_completions_of_each_kind_of_prompt(serving, prompt):
         whole, texts = await trio.to_thread.run_sync(lambda: complete(server.url, prompt, n=2))
         assert [choice.text for choice in whole.choices] == texts
         assert whole.usage.total_tokens == 3 + 10
+
+
+class Weather(pydantic.BaseModel):
+    city: Literal["Bern", "Rom"]
+    days: int = pydantic.Field(ge=1, le=9)
+
+
+CALLS = (
+    '<tool_call>\n{"name": "Weather", "arguments": {"city": "Bern", "days": 3}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "Weather", "arguments": {"city": "Rom", "days": 9}}\n</tool_call>'
+)
+
+
+async def test_deltas_of_tool_calls_join(serving):
+    executor, model, _ = saying("byte-level", CALLS, template=CALLING)
+    async with serving(executor=executor, model=model) as server, client_of(server) as client:
+        fields = {**CHAT, "n": 2, "tools": [openai.pydantic_function_tool(Weather)]}
+        whole = await client.chat.completions.parse(**fields)
+        async with client.chat.completions.stream(**fields) as stream:
+            done = [event async for event in stream if event.type == "tool_calls.function.arguments.done"]
+            final = await stream.get_final_completion()
+        assert len(done) == 4
+        for answer in (whole, final):
+            for choice in answer.choices:
+                assert choice.finish_reason == "tool_calls"
+                assert len({call.id for call in choice.message.tool_calls}) == 2
+                assert [call.function.parsed_arguments for call in choice.message.tool_calls] == [
+                    Weather(city="Bern", days=3),
+                    Weather(city="Rom", days=9),
+                ]
+        assert [call.function.arguments for call in final.choices[1].message.tool_calls] == [
+            call.function.arguments for call in whole.choices[1].message.tool_calls
+        ]
+
+
+async def test_answers_are_parsed(serving):
+    """The grammar's own work: the model is random."""
+    executor, model = random_model()
+    async with serving(executor=executor, model=model) as server, client_of(server) as client:
+        fields = {**CHAT, "response_format": Weather, "seed": 1, "max_tokens": 200, "temperature": 1}
+        whole = await client.chat.completions.parse(**fields)
+        parsed = whole.choices[0].message.parsed
+        assert isinstance(parsed, Weather)
+        async with client.chat.completions.stream(**fields) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.parsed == parsed
+        with pytest.raises(openai.LengthFinishReasonError):
+            await client.chat.completions.parse(**{**fields, "max_tokens": 2})
+
+
+async def test_log_probabilities_of_a_stream_are_those_of_the_whole(serving):
+    async with serving() as server, client_of(server) as client:
+        fields = {**CHAT, "max_tokens": 8, "logprobs": True, "top_logprobs": 2}
+        whole = await client.chat.completions.create(**fields)
+        async with client.chat.completions.stream(**fields) as stream:
+            await stream.until_done()
+            (choice,) = stream.current_completion_snapshot.choices
+        assert choice.logprobs == whole.choices[0].logprobs
+        assert len(choice.logprobs.content) == 8
