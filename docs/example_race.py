@@ -43,7 +43,7 @@ async def main(prompt: str, models: Sequence[str]) -> None:
             for number, model in enumerate(models, 1)
         ]
         winner, answer = await race(engines, prompt)
-        print(f"{winner.name} won: {answer}")  # noqa: T201
+        print(f"{winner.name} won: {answer}")
         await report(engines)
 
 
@@ -53,7 +53,7 @@ async def report(engines: Sequence[Engine]) -> None:
         core = await engine.settled()
         finished = engine.statistics().finished
         ends = ", ".join(f"{count} {reason}" for reason, count in finished.items() if count)
-        print(f"{engine.name}: {ends}; {core.num_free_blocks} of {core.num_blocks} KV blocks free")  # noqa: T201
+        print(f"{engine.name}: {ends}; {core.num_free_blocks} of {core.num_blocks} KV blocks free")
 
 
 if __name__ == "__main__":

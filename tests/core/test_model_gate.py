@@ -73,6 +73,32 @@ def test_the_same_rope_hidden_in_one_kind_of_layer() -> None:
     refuse(model, "dynamic")
 
 
+def test_a_scale_that_looks_at_the_whole_batch_beyond_some_thousand_tokens() -> None:
+    fields = {"layer_types": ["full_attention"] * 4, "num_hidden_layers": 4, "num_local_experts": 2}
+    refuse(build("llama4_text", attn_temperature_tuning=True, **fields), "the place in the batch")
+    paged(build("llama4_text", attn_temperature_tuning=False, **fields)).probe()
+    # where all layers have rotary embeddings there is no such scale
+    paged(build("llama4_text", attn_temperature_tuning=True, no_rope_layers=[1] * 4, **fields)).probe()
+
+
+def test_a_model_that_raises_in_the_probe() -> None:
+    """Keys of fewer heads than latent attention makes, say."""
+    model = build("deepseek_v3", qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, kv_lora_rank=16, q_lora_rank=16,
+                  n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16)  # fmt: skip
+    refuse(model, "does not run with paged attention")
+
+
+def test_memory_that_runs_out_in_the_probe_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = paged(build("llama"))
+
+    def run_out(*args: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(model, "forward", run_out)
+    with pytest.raises(MemoryError):
+        model.probe()
+
+
 def test_linear_and_yarn_ropes_pass() -> None:
     for kind in ("linear", "yarn"):
         paged(build("llama", rope_parameters={"rope_type": kind, **ROPE})).probe()

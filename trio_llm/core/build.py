@@ -121,7 +121,9 @@ def _is_float32_on_cpu(loaded: LoadedModel) -> bool:
 
 
 def _kernels(loaded: LoadedModel, settings: EngineSettings) -> Kernels | None:
-    return load() if settings.compiled_kernels and _is_float32_on_cpu(loaded) else None
+    # deterministic attention goes token by token, which is not theirs
+    wanted = settings.compiled_kernels and not settings.deterministic
+    return load() if wanted and _is_float32_on_cpu(loaded) else None
 
 
 def _cuda_block_size(wanted: int | None) -> int:

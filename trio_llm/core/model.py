@@ -26,6 +26,7 @@ from trio_llm.core.attention import (
     register,
 )
 from trio_llm.core.decode_graphs import DecodeGraphs
+from trio_llm.core.faults import is_out_of_memory
 from trio_llm.core.fusion import fuse
 from trio_llm.core.page_attention import PageBackend
 from trio_llm.core.quantization import is_quantized
@@ -183,7 +184,7 @@ class PagedModel:
         try:
             self._forward([0, 1, 2], [0, 1, 2], [2])
         except Exception as error:
-            raise ModelNotSupported(f"{name} does not run without a cache and a mask: {error}") from error
+            raise ModelNotSupported(f"{name} does not run without a cache and a mask: {_first_line(error)}") from error
         finally:
             for module in self.model.modules():
                 delattr(module, LAYER_ATTRIBUTE)
@@ -210,8 +211,24 @@ class PagedModel:
         Uses the first `num_probe_blocks` blocks; their content is lost.
 
         Raises:
-            ModelNotSupported: the logits differ.
+            ModelNotSupported: the logits differ, or there are none.
         """
+        name = type(self.model).__name__
+        try:
+            error = self._probe()
+        except Exception as failure:
+            if is_out_of_memory(failure):
+                raise
+            raise ModelNotSupported(f"{name} does not run with paged attention: {_first_line(failure)}") from failure
+        tolerance = QUANTIZED_TOLERANCE if is_quantized(self.model) else PROBE_TOLERANCE[self.dtype]
+        if not error <= tolerance:  # NaN fails too
+            raise ModelNotSupported(
+                f"{name} computes other logits with paged attention than with its own "
+                f"(relative difference {error:.2g}), so it is not served"
+            )
+
+    def _probe(self) -> float:
+        """The largest difference of a logit, relative to the largest logit."""
         size = self.backend.block_size
         generator = torch.Generator().manual_seed(0)
         long, short = (
@@ -240,13 +257,11 @@ class PagedModel:
                 )
             finally:
                 self._use_attention(IMPLEMENTATION)
-        error = float((paged - own).abs().max() / own.abs().max().clamp(min=1e-6))
-        tolerance = QUANTIZED_TOLERANCE if is_quantized(self.model) else PROBE_TOLERANCE[self.dtype]
-        if not error <= tolerance:  # NaN fails too
-            raise ModelNotSupported(
-                f"{type(self.model).__name__} computes other logits with paged attention than with its own "
-                f"(relative difference {error:.2g}), so it is not served"
-            )
+        return float((paged - own).abs().max() / own.abs().max().clamp(min=1e-6))
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 class _Recorder:
@@ -271,6 +286,9 @@ def check_config(model: PreTrainedModel) -> None:
         raise ModelNotSupported(f"{name} has layers of kind {', '.join(sorted(kinds - ATTENTION_KINDS))}")
     if config.is_encoder_decoder:
         raise ModelNotSupported(f"{name} is an encoder-decoder model")
+    if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", None) or ()):
+        # the probe's sequences are far too short to reach the position where it begins
+        raise ModelNotSupported(f"{name} scales its attention by the place in the batch instead of the position")
     for rope in _rope_parameters(config):
         if rope.get("rope_type", "default") in BATCH_DEPENDENT_ROPE:
             raise ModelNotSupported(f"{name} uses {rope['rope_type']} rotary embeddings, which mix up a batch")
