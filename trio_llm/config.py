@@ -152,6 +152,8 @@ class ServerSettings:
     """Syntax of the model's tool calls; "auto" goes by its chat template."""
     reasoning_parser: Literal["auto", "none", "think", "mistral"] = "auto"
     """Marks of the model's reasoning; "auto" goes by its chat template, "none" leaves them in the text."""
+    max_stored_responses: int = 256
+    """Responses of /v1/responses that are kept in memory, to be asked for or continued; 0 keeps none."""
     max_request_bytes: int = 16 * 2**20
     """Largest request body."""
     first_result_timeout: float = 10.0
@@ -194,7 +196,7 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}", field=name)
-        for name in ("shutdown_timeout", "drain_delay", "first_result_timeout"):
+        for name in ("max_stored_responses", "shutdown_timeout", "drain_delay", "first_result_timeout"):
             if not getattr(self, name) >= 0:
                 raise ConfigurationError(f"{name} must not be negative", field=name)
         for name in ("sse_keep_alive_interval", "body_timeout", "write_timeout", "keep_alive_timeout"):

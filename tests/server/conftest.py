@@ -68,7 +68,7 @@ class Answer:
     @property
     def events(self) -> list[Any]:
         """The data of an event stream, parsed; comments are left out."""
-        lines = [line for line in self.body.decode().split("\n\n") if line.startswith("data: ")]
+        lines = [line for line in self.body.decode().split("\n") if line.startswith("data: ")]
         return [orjson.loads(line[6:]) if line != "data: [DONE]" else "DONE" for line in lines]
 
 

@@ -166,8 +166,10 @@ async def test_answers_are_as_described(serving):
                     root = {**schema, "components": document["components"]}
                     jsonschema_rs.Draft202012Validator(root).validate(answer.json)
                 if "text/event-stream" in wanted["content"]:
-                    *chunks, done = (await server.ask(method.upper(), url, {**body, "stream": True})).events
-                    assert done == "DONE" and len(chunks) > 1
+                    chunks = (await server.ask(method.upper(), url, {**body, "stream": True})).events
+                    if url != "/v1/responses":
+                        assert chunks.pop() == "DONE"
+                    assert len(chunks) > 1
                     _, data = wanted["content"]["text/event-stream"]["schema"]["properties"]["data"]["anyOf"]
                     root = data["contentSchema"]["anyOf"][0]
                     check = jsonschema_rs.Draft202012Validator({**root, "components": document["components"]})

@@ -16,6 +16,7 @@ from trio_llm.server.openai.chat import blueprint as chat
 from trio_llm.server.openai.completions import blueprint as completions
 from trio_llm.server.openai.error_bodies import body_of, failure_of, http_error_body
 from trio_llm.server.openai.models import blueprint as models
+from trio_llm.server.openai.responses.endpoints import blueprint as responses
 from trio_llm.server.openapi import blueprint as openapi
 from trio_llm.server.operations.aborts import blueprint as aborts
 from trio_llm.server.operations.health import blueprint as health
@@ -29,7 +30,7 @@ def create_app(settings: ServerSettings | str | None = None, *, registry: Regist
     if not isinstance(settings, ServerSettings):
         settings = resolve(config=settings)
     app = App(settings, Registry() if registry is None else registry)
-    for blueprint in (chat, completions, models, aborts, health, scrape, openapi, docs):
+    for blueprint in (chat, completions, responses, models, aborts, health, scrape, openapi, docs):
         app.register_blueprint(blueprint)
     app.before_request(_let_in)
     app.register_error_handler(TrioLLMError, _trio_llm_error)

@@ -20,6 +20,7 @@ from trio_llm.server.openai.limits import (
     MAX_METADATA_KEY,
     MAX_METADATA_VALUE,
     check_boolean,
+    check_free_form,
     check_identifier,
     check_index,
     check_metadata,
@@ -47,6 +48,7 @@ _CHECKED: dict[Any, Schema] = {
         "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE},
     },
     check_boolean: {"type": "boolean"},
+    check_free_form: {},
     check_index: {"type": "integer", "minimum": 0, "maximum": MAX_ENTRIES},
 }
 """By the checks of accepted fields."""

@@ -18,6 +18,8 @@ from trio_llm.server.http import App, this_app
 from trio_llm.server.json_schema import Schemas
 from trio_llm.server.openai import fields, wire
 from trio_llm.server.openai.error_bodies import FAILURES, HTTP_FAILURES
+from trio_llm.server.openai.responses import fields as response_fields
+from trio_llm.server.openai.responses import wire as responses
 
 blueprint = Blueprint("openapi", __name__)
 
@@ -33,6 +35,11 @@ TABLES: Mapping[type, fields.Table] = {
     wire.FunctionCall: fields.FUNCTION_CALL,
     wire.ContentPart: fields.CONTENT_PART,
     wire.StreamOptions: fields.STREAM_OPTIONS,
+    responses.ResponseRequest: response_fields.RESPONSE,
+    responses.ResponseFunctionTool: response_fields.TOOL,
+    responses.TextOptions: response_fields.TEXT,
+    responses.TextFormat: response_fields.FORMAT,
+    responses.ReasoningOptions: response_fields.REASONING_OPTIONS,
     wire.ResponseFormat: fields.RESPONSE_FORMAT,
     wire.JsonSchema: fields.JSON_SCHEMA,
     wire.StructuredOutputs: fields.STRUCTURED_OUTPUTS,

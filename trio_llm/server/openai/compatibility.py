@@ -7,6 +7,7 @@ import sys
 import orjson
 
 from trio_llm.server.openai import fields
+from trio_llm.server.openai.responses import fields as responses
 
 TABLES: dict[str, tuple[str, fields.Table]] = {
     "POST /v1/chat/completions": ("", fields.CHAT),
@@ -23,6 +24,20 @@ TABLES: dict[str, tuple[str, fields.Table]] = {
     "`structured_outputs`": ("structured_outputs.", fields.STRUCTURED_OUTPUTS),
 }
 """By their headings, each with the path of its object in a body."""
+
+RESPONSE_TABLES: dict[str, tuple[str, fields.Table]] = {
+    "POST /v1/responses": ("", responses.RESPONSE),
+    "An item of `input` of type `message`, or of none": ("input[].", responses.MESSAGE),
+    "An item of `input` of type `function_call`": ("input[].", responses.FUNCTION_CALL),
+    "An item of `input` of type `function_call_output`": ("input[].", responses.FUNCTION_CALL_OUTPUT),
+    "An item of `input` of type `reasoning`": ("input[].", responses.REASONING),
+    "An entry of an item's `content` or `output`": ("input[].content[].", responses.INPUT_PART),
+    "An entry of `tools` of a response": ("tools[].", responses.TOOL),
+    "`text` of a response": ("text.", responses.TEXT),
+    "`text.format` of a response": ("text.format.", responses.FORMAT),
+    "`reasoning` of a response": ("reasoning.", responses.REASONING_OPTIONS),
+}
+"""The same of the Responses API."""
 
 _HEAD = """# The OpenAI API, field by field
 
@@ -41,7 +56,7 @@ Whose field it is stands in its remark; the others are OpenAI's. Fields of ours 
 def render() -> str:
     """The text of the document."""
     parts = [_HEAD]
-    for title, (_, table) in TABLES.items():
+    for title, (_, table) in (TABLES | RESPONSE_TABLES).items():
         rows = [f"| `{name}` | {_treatment(field)} | {_remark(field)} |" for name, field in table.items()]
         parts.append("\n".join([f"## {title}", "", "| Field | | |", "|---|---|---|", *rows, ""]))
     return "\n".join(parts)

@@ -32,6 +32,7 @@ FAILURES: dict[str, Failure] = {
     "invalid_api_key": Failure(401, _REQUEST, "invalid_api_key"),
     "model_not_found": Failure(404, _REQUEST, "model_not_found"),
     "request_not_found": Failure(404, _REQUEST, "request_not_found"),
+    "response_not_found": Failure(404, _REQUEST, "response_not_found"),
     "reader_stalled": Failure(408, _REQUEST, "reader_stalled"),
     "unsupported_media_type": Failure(415, _REQUEST, "unsupported_media_type"),
     "queue_full": Failure(503, _SERVER, "server_overloaded", retry_after=1),

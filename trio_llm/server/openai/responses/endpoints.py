@@ -1,0 +1,144 @@
+"""POST /v1/responses, and what can be done with a response that was made."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from quart import Blueprint, Response, request
+
+from trio_llm.errors import InvalidRequest
+from trio_llm.server.http import App, this_app, this_exchange
+from trio_llm.server.openai import wire as chat
+from trio_llm.server.openai.generate import answer
+from trio_llm.server.openai.parsing import read_json
+from trio_llm.server.openai.responses import wire
+from trio_llm.server.openai.responses.answers import ResponseAnswer, plain_items
+from trio_llm.server.openai.responses.request import NAMES, chat_request, parse
+from trio_llm.server.openai.responses.store import ResponseStore, StoredResponse
+from trio_llm.server.openai.sse import stream
+from trio_llm.server.openai.turn import Turn, begin_turn
+from trio_llm.server.openai.wire import encode
+from trio_llm.server.openapi import Operation
+
+blueprint = Blueprint("responses", __name__)
+
+PREFIX = "resp_"
+
+_stores: WeakKeyDictionary[App, ResponseStore] = WeakKeyDictionary()
+
+
+def store_of(app: App) -> ResponseStore:
+    """The responses that an application keeps."""
+    return _stores.setdefault(app, ResponseStore(app.settings.max_stored_responses))
+
+
+@blueprint.post("/v1/responses")
+@Operation(
+    request=wire.ResponseRequest,
+    answer=wire.Response,
+    event=wire.ResponseEvent,
+    example={"input": "Name three rivers.", "max_output_tokens": 60, "stream": True},
+)
+async def create_response() -> Response:
+    """Answer a text or a conversation, whole or as a stream."""
+    app, exchange = this_app(), this_exchange()
+    body, messages = parse(await read_json(request), lenient=app.settings.compat == "lenient")
+    store = store_of(app)
+    if body.store and not store.capacity:
+        raise InvalidRequest("this server stores no response (max_stored_responses is 0)", field="store")
+    before = [] if body.previous_response_id is None else _history(store, body.previous_response_id)
+    history = [*before, *messages]
+    turn = await begin_turn(app, exchange, chat_request(body, history), prefix=PREFIX, names=NAMES)
+    wants_store = store.capacity > 0 and body.store is not False
+    writer = _Recorder(turn, body, history, store if wants_store else None)
+    in_flight = store.in_flight
+    in_flight[writer.id] = writer
+    exchange.at_end(lambda: in_flight.pop(writer.id, None))
+    if body.stream:
+        settings = app.settings
+        return await stream(
+            exchange, writer, patience=settings.first_result_timeout, keep_alive=settings.sse_keep_alive_interval
+        )
+    reason = ""
+    while not reason:
+        for _, delta in await exchange.receive():
+            writer.content(0, 0, [delta])
+            reason = str(delta.finish_reason) if delta.finish_reason is not None else reason
+    writer.closing(0, reason, is_last=True)
+    writer.end()
+    return answer(writer.response())
+
+
+class _Recorder(ResponseAnswer):
+    """An answer that is kept when it has ended well.
+
+    Args:
+        history: all messages that led to it.
+        store: where; None keeps nothing.
+    """
+
+    def __init__(
+        self, turn: Turn, body: wire.ResponseRequest, history: list[chat.Message], store: ResponseStore | None
+    ) -> None:
+        super().__init__(turn, body, store=store is not None)
+        self._history = history
+        self._kept_in = store
+
+    def end(self) -> bytes:
+        events = super().end()
+        if self._kept_in is not None:
+            items = plain_items(self._body.input, self.id)
+            body = encode(self.response())
+            self._kept_in.add(StoredResponse(self.id, body, [*self._history, *self.messages()], items))
+        return events
+
+
+def _history(store: ResponseStore, response_id: str) -> list[chat.Message]:
+    if response_id in store.in_flight:
+        text = f"the response {response_id!r} has not ended yet"
+        raise InvalidRequest(text, field="previous_response_id")
+    return list(store.get(response_id, field="previous_response_id").history)
+
+
+@blueprint.get("/v1/responses/<response_id>")
+@Operation(answer=wire.Response)
+async def get_response(response_id: str) -> Response:
+    """A response that is stored, or is being made."""
+    if request.args.get("stream") == "true":
+        raise InvalidRequest("a response cannot be streamed again", field="stream", code="unsupported_parameter")
+    store = store_of(this_app())
+    if response_id in store.in_flight:
+        return answer(store.in_flight[response_id].response())
+    return Response(store.get(response_id).body, content_type="application/json")
+
+
+@blueprint.get("/v1/responses/<response_id>/input_items")
+@Operation(answer=wire.InputItemList)
+async def input_items(response_id: str) -> Response:
+    """The input of a response that is stored, in its order; all of it."""
+    items = list(store_of(this_app()).get(response_id).input_items)
+    return answer(wire.InputItemList(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
+
+
+@blueprint.delete("/v1/responses/<response_id>")
+@Operation(answer=wire.DeletedResponse)
+async def delete_response(response_id: str) -> Response:
+    """Forget a response."""
+    store_of(this_app()).delete(response_id)
+    return answer(wire.DeletedResponse(id=response_id))
+
+
+@blueprint.post("/v1/responses/<response_id>/cancel")
+@Operation(answer=wire.Response)
+async def cancel_response(response_id: str) -> Response:
+    """End a response that is being made; gives it as it stands.  Whoever waits for it gets what there is."""
+    app = this_app()
+    store = store_of(app)
+    writer = store.in_flight.get(response_id)
+    if writer is None:
+        store.get(response_id)
+        raise InvalidRequest(f"the response {response_id!r} has ended", field="response_id")
+    for exchange in app.exchanges:
+        if exchange.request_id == response_id.removeprefix(PREFIX):
+            exchange.abandon()
+    return answer(writer.response(status="cancelled"))
