@@ -100,10 +100,15 @@ async def _beat(limit: float) -> None:
 
 def _announce(url: str, app: App) -> None:
     (name, engine), *_ = app.registry.items()
-    print(f"{name} is ready at {url}, with a context of {engine.max_model_len} tokens. Try:")
     address = f"--unix-socket {app.settings.uds} http://localhost" if app.settings.uds else url
+    key = " -H 'Authorization: Bearer ...'" if app.access.required else ""
+    if engine.task == "embed":
+        what, path, fields = "texts of up to", "embeddings", '"input": "Hello!"'
+    else:
+        what, path, fields = "a context of", "chat/completions", '"messages": [{"role": "user", "content": "Hello!"}]'
+    print(f"{name} is ready at {url}, with {what} {engine.max_model_len} tokens. Try:")
     print(
-        f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json' "
-        f"""-d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'""",
+        f"  curl {address}/v1/{path}{key} -H 'Content-Type: application/json' "
+        f"""-d '{{"model": "{name}", {fields}}}'""",
         flush=True,
     )

@@ -163,7 +163,7 @@ class Embedder:
         self._dimensions = model.dimensions
         self._encoder = encoder
         self._thread = thread
-        self._tokenizing = trio.CapacityLimiter(TOKENIZER_THREADS)
+        self.tokenizing = trio.CapacityLimiter(TOKENIZER_THREADS)
         self._reader = TextReader(model.tokenizer, self.max_model_len, self.vocab_size)
         self._queue = EmbeddingQueue(settings.max_num_seqs, settings.max_num_batched_tokens)
         self._entered: set[Job] = set()
@@ -207,7 +207,7 @@ class Embedder:
         self._num_entering += 1
         try:
             token_ids = await trio.to_thread.run_sync(
-                self._reader.token_ids, texts, abandon_on_cancel=True, limiter=self._tokenizing
+                self._reader.token_ids, texts, abandon_on_cancel=True, limiter=self.tokenizing
             )
         finally:
             self._num_entering -= 1

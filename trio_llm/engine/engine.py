@@ -158,7 +158,7 @@ class Engine:
         self._serials = itertools.count()
         self._num_choices = 0
         """In flight, those included whose prompt is being tokenised."""
-        self._tokenizing = trio.CapacityLimiter(TOKENIZER_THREADS)
+        self.tokenizing = trio.CapacityLimiter(TOKENIZER_THREADS)
         self._compiling = trio.CapacityLimiter(COMPILER_THREADS)
         self._num_queued_tokens = 0
         """Prompt tokens of those that wait for their first token."""

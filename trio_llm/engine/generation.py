@@ -258,7 +258,7 @@ class Generation:
         capacity = self.params.n * (engine.settings.credit_window + 1)
         self._send, self._receive = trio.open_memory_channel(capacity)
         try:
-            limiter = engine._tokenizing
+            limiter = engine.tokenizing
             truncation = self._truncation
             if truncation is None:
                 check_length(self._prompt, engine._max_characters, max_model_len=engine.max_model_len)

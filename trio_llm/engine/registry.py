@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 from trio_llm.errors import ModelNotFound
 
 if TYPE_CHECKING:
+    from trio_llm.engine.embedding import Embedder
     from trio_llm.engine.engine import Engine
+
+    Served = Engine | Embedder
 
 
 class Registry:
@@ -17,10 +20,10 @@ class Registry:
     An engine may be served under several names.
     """
 
-    def __init__(self, engines: Mapping[str, Engine] | None = None) -> None:
-        self._engines: dict[str, Engine] = dict(engines or {})
+    def __init__(self, engines: Mapping[str, Served] | None = None) -> None:
+        self._engines: dict[str, Served] = dict(engines or {})
 
-    def get(self, name: str) -> Engine:
+    def get(self, name: str) -> Served:
         """The engine served under `name`.
 
         Raises:
@@ -35,7 +38,7 @@ class Registry:
 
     __getitem__ = get
 
-    def __setitem__(self, name: str, engine: Engine) -> None:
+    def __setitem__(self, name: str, engine: Served) -> None:
         self._engines[name] = engine
 
     def __delitem__(self, name: str) -> None:
@@ -51,10 +54,10 @@ class Registry:
     def __len__(self) -> int:
         return len(self._engines)
 
-    def items(self) -> list[tuple[str, Engine]]:
+    def items(self) -> list[tuple[str, Served]]:
         """Names and engines, in the order in which they were added."""
         return list(self._engines.items())
 
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[Served]:
         """Each engine once, whatever names it has."""
         return list({id(engine): engine for engine in self._engines.values()}.values())

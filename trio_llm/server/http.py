@@ -15,8 +15,11 @@ from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
 
 from trio_llm.config import ServerSettings
-from trio_llm.engine.engine import Engine, open_engine
+from trio_llm.engine.embedding import Embedder
+from trio_llm.engine.engine import Engine
+from trio_llm.engine.opening import open_model
 from trio_llm.engine.registry import Registry
+from trio_llm.errors import InvalidRequest
 from trio_llm.server import logs
 from trio_llm.server.access import access_of
 from trio_llm.server.cors import CORS
@@ -133,7 +136,7 @@ class App(QuartTrio):
         self.cors = CORS(settings.allowed_origins)
         self.exchanges: set[Exchange] = set()
         self.created = int(time.time())
-        self.open_engine: OpenEngine = lambda: open_engine(settings.model, settings=settings.engine)
+        self.open_engine: OpenEngine = lambda: open_model(settings.model, settings=settings.engine)
         self._left = trio.lowlevel.ParkingLot()
         self.url_map.strict_slashes = False
         self.url_map.merge_slashes = False
@@ -168,19 +171,49 @@ class App(QuartTrio):
         while self.exchanges:
             await self._left.park()
 
-    def engine_for(self, model: str) -> Engine:
-        """The engine that serves a model.
+    def served(self, model: str | None) -> Engine | Embedder:
+        """What serves a model, whatever it is for; None is the first.
 
         Raises:
-            ModelNotFound: none does.
+            ModelNotFound: nothing does.
             TrioLLMError: no new request is taken now.
         """
         refusal = self.lifecycle.refusal()
         if refusal is not None:
             raise refusal
-        engine = self.registry.get(model)
+        engine = self.registry.get(next(iter(self.registry)) if model is None else model)
         self.metrics.observe(engine)
         return engine
+
+    def engine_for(self, model: str) -> Engine:
+        """The engine that generates with a model.
+
+        Raises:
+            ModelNotFound: none does.
+            InvalidRequest: the model is for embeddings.
+            TrioLLMError: no new request is taken now.
+        """
+        engine = self.served(model)
+        if not isinstance(engine, Engine):
+            raise _wrong_task(f"the model {model!r} makes embeddings and no text: use /v1/embeddings")
+        return engine
+
+    def embedder_for(self, model: str) -> Embedder:
+        """The engine that makes embeddings with a model.
+
+        Raises:
+            ModelNotFound: none does.
+            InvalidRequest: the model is not for embeddings.
+            TrioLLMError: no new request is taken now.
+        """
+        embedder = self.served(model)
+        if not isinstance(embedder, Embedder):
+            raise _wrong_task(f"the model {model!r} makes text and no embeddings: serve an embedding model for them")
+        return embedder
+
+
+def _wrong_task(message: str) -> InvalidRequest:
+    return InvalidRequest(message, field="model", code="model_not_supported")
 
 
 def this_app() -> App:

@@ -9,6 +9,7 @@ import attrs
 import structlog
 import trio
 
+from trio_llm.engine.embedding import Embedder
 from trio_llm.engine.engine import Engine
 from trio_llm.engine.registry import Registry
 from trio_llm.errors import EngineDead, ModelLoadError, ShuttingDown, TrioLLMError
@@ -16,7 +17,7 @@ from trio_llm.server.openai.error_bodies import NotReady
 
 logger = structlog.get_logger(__name__)
 
-OpenEngine = Callable[[], AbstractAsyncContextManager[Engine]]
+OpenEngine = Callable[[], AbstractAsyncContextManager[Engine | Embedder]]
 """What opens the server's engine."""
 
 

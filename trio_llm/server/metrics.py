@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from trio_llm.engine.embedding import Embedder
 from trio_llm.engine.engine import Engine
 from trio_llm.engine.registry import Registry
 
@@ -72,7 +73,7 @@ class Metrics(Collector):
             buckets=_INTER_TOKEN_BUCKETS,
         )
 
-    def observe(self, engine: Engine) -> None:
+    def observe(self, engine: Engine | Embedder) -> None:
         """Feed the histograms from an engine; idempotent."""
         if id(engine) not in self._observed:
             self._observed.add(id(engine))
@@ -85,7 +86,7 @@ class Metrics(Collector):
             self.observe(engine)
         return generate_latest(self._prometheus)
 
-    def _name(self, engine: Engine) -> str:
+    def _name(self, engine: Engine | Embedder) -> str:
         return next((name for name, served in self._registry.items() if served is engine), engine.name)
 
     def describe(self) -> Iterable[Metric]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quart import Blueprint, Response
 
+from trio_llm.engine.embedding import Embedder
 from trio_llm.engine.engine import Engine
 from trio_llm.server.http import this_app
 from trio_llm.server.openai.wire import ModelCard, ModelList, encode
@@ -12,7 +13,7 @@ from trio_llm.server.openapi import Operation
 blueprint = Blueprint("models", __name__)
 
 
-def _card(name: str, engine: Engine) -> ModelCard:
+def _card(name: str, engine: Engine | Embedder) -> ModelCard:
     return ModelCard(id=name, created=this_app().created, max_model_len=engine.max_model_len)
 
 
