@@ -16,12 +16,23 @@ from trio_llm.server import openapi
 from trio_llm.server.app import create_app
 from trio_llm.server.json_schema import SUPPORT, Schemas
 from trio_llm.server.openai import fields
+from trio_llm.server.openai.embeddings import parse_embedding
 from trio_llm.server.openai.parsing import parse_chat, parse_completion
+from trio_llm.server.openai.tokenizer import parse_detokenize, parse_tokenize
 
-PARSERS = {"ChatCompletionRequest": parse_chat, "CompletionRequest": parse_completion}
+PARSERS = {
+    "ChatCompletionRequest": parse_chat,
+    "CompletionRequest": parse_completion,
+    "EmbeddingRequest": parse_embedding,
+    "TokenizeRequest": parse_tokenize,
+    "DetokenizeRequest": parse_detokenize,
+}
 SMALLEST = {
     "ChatCompletionRequest": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
     "CompletionRequest": {"model": "m", "prompt": "hi"},
+    "EmbeddingRequest": {"model": "m", "input": "hi"},
+    "TokenizeRequest": {"prompt": "hi"},
+    "DetokenizeRequest": {"tokens": [1]},
 }
 
 
@@ -109,7 +120,7 @@ def test_null_is_absent(name, document):
     for field in document["components"]["schemas"][name]["properties"].keys() - smallest.keys():
         check.validate({**smallest, field: None})
         parse({**smallest, field: None}, lenient=False)
-    for field in smallest:
+    for field in document["components"]["schemas"][name]["required"]:
         assert not check.is_valid({**smallest, field: None})
 
 

@@ -290,7 +290,7 @@ class Embedder:
         size, possible = self.hidden_size, self._dimensions
         if wanted is None or wanted == size:
             return
-        if possible is None:
+        if wanted < 1 or possible is None:
             if not 1 <= wanted < size:
                 raise InvalidRequest(
                     f"dimensions must be from 1 to {size}, got {wanted}", field="dimensions", limit=size

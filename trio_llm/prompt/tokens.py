@@ -22,7 +22,9 @@ def tokenize(tokenizer: Any, prompt: str | Conversation, *, add_special_tokens: 
 
 
 def token_strings(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """Each token as the vocabulary spells it."""
+    """Each token as the vocabulary spells it, or what it says where the tokenizer shows no vocabulary."""
+    if not hasattr(tokenizer, "convert_ids_to_tokens"):
+        return [detokenize(tokenizer, [token_id]) for token_id in token_ids]
     return [str(token) for token in tokenizer.convert_ids_to_tokens(list(token_ids))]
 
 

@@ -14,13 +14,16 @@ from trio_llm.server.docs import blueprint as docs
 from trio_llm.server.http import App, this_app, this_exchange
 from trio_llm.server.openai.chat import blueprint as chat
 from trio_llm.server.openai.completions import blueprint as completions
+from trio_llm.server.openai.embeddings import blueprint as embeddings
 from trio_llm.server.openai.error_bodies import body_of, failure_of, http_error_body
 from trio_llm.server.openai.models import blueprint as models
 from trio_llm.server.openai.responses.endpoints import blueprint as responses
+from trio_llm.server.openai.tokenizer import blueprint as tokenizer
 from trio_llm.server.openapi import blueprint as openapi
 from trio_llm.server.operations.aborts import blueprint as aborts
 from trio_llm.server.operations.health import blueprint as health
 from trio_llm.server.operations.scrape import blueprint as scrape
+from trio_llm.server.operations.version import blueprint as version
 
 logger = structlog.get_logger(__name__)
 
@@ -30,7 +33,8 @@ def create_app(settings: ServerSettings | str | None = None, *, registry: Regist
     if not isinstance(settings, ServerSettings):
         settings = resolve(config=settings)
     app = App(settings, Registry() if registry is None else registry)
-    for blueprint in (chat, completions, responses, models, aborts, health, scrape, openapi, docs):
+    inference = (chat, completions, responses, embeddings, models, tokenizer)
+    for blueprint in (*inference, aborts, health, scrape, version, openapi, docs):
         app.register_blueprint(blueprint)
     app.before_request(_let_in)
     app.register_error_handler(TrioLLMError, _trio_llm_error)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import attrs
 import trio
 
 from trio_llm.engine.generation import Delta, Generation
 from trio_llm.errors import RequestFailed, TrioLLMError
+
+T = TypeVar("T")
 
 
 def new_request_id() -> str:
@@ -45,8 +47,11 @@ class Exchange:
     """What it was answered with."""
     started: float = attrs.field(factory=trio.current_time)
     first_token: float | None = None
+    prompt_tokens: int | None = None
+    """Of a request that has no generation."""
     status: int | None = None
     _stack: contextlib.AsyncExitStack = attrs.field(factory=contextlib.AsyncExitStack, init=False)
+    _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
     _arrived: trio.Event = attrs.field(factory=trio.Event, init=False)
 
     async def __aenter__(self) -> Self:
@@ -73,6 +78,17 @@ class Exchange:
         if self.failure is not None:  # it came while the prompt was being tokenised
             raise self.failure
         self.generations.append(generation)
+
+    async def run(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Wait for something that needs no generation, at most until the server ends this exchange.
+
+        Raises:
+            TrioLLMError: it failed, or the server ended the exchange.
+        """
+        with self._scope:
+            return await work()
+        assert self.failure is not None
+        raise self.failure
 
     async def receive(self) -> list[tuple[int, Delta]]:
         """Wait until something has come of any generation, and take all that is there.
@@ -117,3 +133,4 @@ class Exchange:
         if self.failure is None:
             self.failure = error
             self.abandon()
+            self._scope.cancel(reason="the server ends the exchange")

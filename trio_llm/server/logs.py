@@ -76,6 +76,9 @@ def access(exchange: Exchange, *, finished: bool) -> None:
         facts["completion_tokens"] = sum(generation.usage.completion_tokens for generation in exchange.generations)
         reasons = [str(choice.finish_reason) for generation in exchange.generations for choice in generation.choices]
         facts["finish_reason"] = ",".join(reasons)
+    elif exchange.prompt_tokens is not None:
+        facts["model"] = exchange.model
+        facts["prompt_tokens"] = exchange.prompt_tokens
     if exchange.first_token is not None:
         facts["ttft"] = round(exchange.first_token - exchange.started, 4)
     error = exchange.error or exchange.failure

@@ -16,7 +16,7 @@ from werkzeug.routing import Rule
 from trio_llm.server.access import OPEN_BLUEPRINTS
 from trio_llm.server.http import App, this_app
 from trio_llm.server.json_schema import Schemas
-from trio_llm.server.openai import fields, wire
+from trio_llm.server.openai import fields, text_fields, text_wire, wire
 from trio_llm.server.openai.error_bodies import FAILURES, HTTP_FAILURES
 from trio_llm.server.openai.responses import fields as response_fields
 from trio_llm.server.openai.responses import wire as responses
@@ -43,6 +43,9 @@ TABLES: Mapping[type, fields.Table] = {
     wire.ResponseFormat: fields.RESPONSE_FORMAT,
     wire.JsonSchema: fields.JSON_SCHEMA,
     wire.StructuredOutputs: fields.STRUCTURED_OUTPUTS,
+    text_wire.EmbeddingRequest: text_fields.EMBEDDING,
+    text_wire.TokenizeRequest: text_fields.TOKENIZE,
+    text_wire.DetokenizeRequest: text_fields.DETOKENIZE,
 }
 """How the fields of a request's objects are treated."""
 
@@ -111,7 +114,7 @@ def document(app: App, *, lenient: bool = False) -> dict[str, Any]:
         locks = {"security": [{"key": []}]}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "trio_llm", "version": _version(), "description": _WORDS},
+        "info": {"title": "trio_llm", "version": package_version(), "description": _WORDS},
         "servers": [{"url": "/"}],
         **locks,
         "paths": paths,
@@ -119,7 +122,8 @@ def document(app: App, *, lenient: bool = False) -> dict[str, Any]:
     }
 
 
-def _version() -> str:
+def package_version() -> str:
+    """The version of trio_llm that runs."""
     try:
         return version("trio-llm")
     except PackageNotFoundError:  # it runs from a source tree

@@ -6,7 +6,7 @@ import sys
 
 import orjson
 
-from trio_llm.server.openai import fields
+from trio_llm.server.openai import fields, text_fields
 from trio_llm.server.openai.responses import fields as responses
 
 TABLES: dict[str, tuple[str, fields.Table]] = {
@@ -39,6 +39,13 @@ RESPONSE_TABLES: dict[str, tuple[str, fields.Table]] = {
 }
 """The same of the Responses API."""
 
+TEXT_TABLES: dict[str, tuple[str, fields.Table]] = {
+    "POST /v1/embeddings": ("", text_fields.EMBEDDING),
+    "POST /tokenize": ("", text_fields.TOKENIZE),
+    "POST /detokenize": ("", text_fields.DETOKENIZE),
+}
+"""Of the endpoints that generate nothing."""
+
 _HEAD = """# The OpenAI API, field by field
 
 <!-- Made by `python -m trio_llm.server.openai.compatibility`; a test compares. -->
@@ -56,7 +63,7 @@ Whose field it is stands in its remark; the others are OpenAI's. Fields of ours 
 def render() -> str:
     """The text of the document."""
     parts = [_HEAD]
-    for title, (_, table) in (TABLES | RESPONSE_TABLES).items():
+    for title, (_, table) in (TABLES | RESPONSE_TABLES | TEXT_TABLES).items():
         rows = [f"| `{name}` | {_treatment(field)} | {_remark(field)} |" for name, field in table.items()]
         parts.append("\n".join([f"## {title}", "", "| Field | | |", "|---|---|---|", *rows, ""]))
     return "\n".join(parts)

@@ -121,6 +121,12 @@ def _prompt(value: Any, _: Any) -> Any:
     raise _WrongValue("a string, or a non-empty array of strings or of token ids", value)
 
 
+def _token_ids(value: Any, _: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise _WrongValue("an array of token ids", value)
+    return tuple(value)
+
+
 def _biases(value: Any, _: Any) -> dict[int, float]:
     """JSON has only strings for keys."""
     if not isinstance(value, dict):
@@ -194,6 +200,7 @@ _EXACT = {
     str | list[str]: _strings,
     str | list[dict[str, Any]]: _text_or_items,
     str | list[int] | list[str] | list[list[int]]: _prompt,
+    tuple[int, ...]: _token_ids,
     dict[int, float]: _biases,
     dict[str, Any]: _any_object,
     str | dict[str, Any]: _object_or_text,
