@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -40,7 +41,7 @@ async def test_messages_are_what_a_chat_would_see(serving):
 
 
 async def test_special_tokens(serving):
-    tokenizer = trained("byte-level")
+    tokenizer = copy.deepcopy(trained("byte-level"))
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     tokenizer.add_bos_token = True
@@ -55,6 +56,19 @@ async def test_special_tokens(serving):
             assert (await server.ask("POST", "/tokenize", {"messages": messages, **extra})).json["tokens"] == expected
         answer = await server.ask("POST", "/detokenize", {"tokens": [tokenizer.bos_token_id, *plain]})
         assert answer.json == {"prompt": "<bos>the fox"}
+
+
+async def test_tools_are_told_to_the_template(serving):
+    tokenizer = copy.deepcopy(trained("byte-level"))
+    tokenizer.chat_template = "{% for t in tools or () %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
+    executor = FakeExecutor(ExecutorInfo(num_blocks=8, block_size=4, vocab_size=len(tokenizer), max_model_len=64))
+    body = {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "fox", "parameters": {}}}]}
+    async with serving(model=FakeModel(tokenizer=tokenizer), executor=executor) as server:
+        tokens = (await server.ask("POST", "/tokenize", body)).json["tokens"]
+        assert tokenizer.decode(tokens) == "fox hi"
+    async with serving() as server:
+        answer = await server.ask("POST", "/tokenize", body)
+        assert (answer.status, answer.json["error"]["param"]) == (400, "tools")
 
 
 async def test_there_and_back(serving):
@@ -75,6 +89,12 @@ BAD = [
     ("/tokenize", {"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content"),
     ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "invalid_type", "return_token_strs"),
     ("/tokenize", {"prompt": "a", "chat_template": "x"}, "unsupported_parameter", "chat_template"),
+    (
+        "/tokenize",
+        {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}},
+        "invalid_value",
+        "chat_template_kwargs",
+    ),
     ("/tokenize", {"prompt": "a", "wibble": 1}, "unknown_parameter", "wibble"),
     ("/tokenize", {"prompt": "a", "model": "nobody"}, "model_not_found", "model"),
     ("/detokenize", {}, "missing_required_parameter", "tokens"),
@@ -140,7 +160,7 @@ async def test_embedding_models_have_a_tokenizer_too(serving):
 
 
 async def test_tokenizer_info(serving):
-    tokenizer = trained("byte-level")
+    tokenizer = copy.deepcopy(trained("byte-level"))
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.add_special_tokens({"eos_token": "<eos>"})
     async with serving(model=FakeModel(tokenizer=tokenizer)) as server:

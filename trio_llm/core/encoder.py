@@ -182,7 +182,7 @@ class EncoderModel:
             long = max(9, min(self._attention.widest_window + 5, LONGEST_PROBE))
             texts = [
                 torch.randint(
-                    5, min(self.vocab_size, 1000), (min(length, max_model_len),), generator=generator
+                    5, min(self.vocab_size, 1000), (min(length, max_model_len),), generator=generator, device="cpu"
                 ).tolist()
                 for length in (4, long, 6)
             ]

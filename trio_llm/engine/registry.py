@@ -1,4 +1,4 @@
-"""Served model names and the engines behind them."""
+"""Engine | Embedder model names and the engines behind them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from trio_llm.engine.embedding import Embedder
     from trio_llm.engine.engine import Engine
 
-    Served = Engine | Embedder
-
 
 class Registry:
     """A dict of served names to engines whose lookups fail with ModelNotFound.
@@ -20,10 +18,10 @@ class Registry:
     An engine may be served under several names.
     """
 
-    def __init__(self, engines: Mapping[str, Served] | None = None) -> None:
-        self._engines: dict[str, Served] = dict(engines or {})
+    def __init__(self, engines: Mapping[str, Engine | Embedder] | None = None) -> None:
+        self._engines: dict[str, Engine | Embedder] = dict(engines or {})
 
-    def get(self, name: str) -> Served:
+    def get(self, name: str) -> Engine | Embedder:
         """The engine served under `name`.
 
         Raises:
@@ -38,7 +36,7 @@ class Registry:
 
     __getitem__ = get
 
-    def __setitem__(self, name: str, engine: Served) -> None:
+    def __setitem__(self, name: str, engine: Engine | Embedder) -> None:
         self._engines[name] = engine
 
     def __delitem__(self, name: str) -> None:
@@ -54,10 +52,10 @@ class Registry:
     def __len__(self) -> int:
         return len(self._engines)
 
-    def items(self) -> list[tuple[str, Served]]:
+    def items(self) -> list[tuple[str, Engine | Embedder]]:
         """Names and engines, in the order in which they were added."""
         return list(self._engines.items())
 
-    def engines(self) -> list[Served]:
+    def engines(self) -> list[Engine | Embedder]:
         """Each engine once, whatever names it has."""
         return list({id(engine): engine for engine in self._engines.values()}.values())

@@ -78,7 +78,7 @@ class Lifecycle:
                     model=engine.name,
                     load_seconds=round(engine.load_seconds, 2),
                     import_seconds=round(engine.import_seconds, 2),
-                    batch_exact=engine.batch_exact,
+                    **({"batch_exact": engine.batch_exact} if isinstance(engine, Engine) else {}),
                 )
                 for name in names or (engine.name,):
                     self.registry[name] = engine

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trio_llm.server.openai.fields import MESSAGE, Table, accepted, refused, supported
-from trio_llm.server.openai.limits import MAX_ENTRIES, check_free_form, check_identifier
+from trio_llm.server.openai.fields import MESSAGE, TOOL, Table, accepted, refused, supported
+from trio_llm.server.openai.limits import MAX_ENTRIES, MAX_TOOLS, check_free_form, check_identifier
 
 MAX_INPUTS = 2048
 """Texts of one request for embeddings, as with OpenAI."""
@@ -27,12 +27,12 @@ TOKENIZE: Table = {
     "model": supported(remark="A served name; the first if there is none."),
     "prompt": supported(remark="A text; either this or `messages`."),
     "messages": supported(remark=f"From 1 to {MAX_ENTRIES}, as for chat completions.", table=MESSAGE),
+    "tools": supported(remark="Told to the model, if its template takes tools.", table=TOOL, most=MAX_TOOLS),
     "add_special_tokens": supported(remark="Null is true for `prompt` and false for `messages`."),
     "add_generation_prompt": supported(remark="Null is true, unless the final message is continued."),
     "continue_final_message": supported(),
     "chat_template_kwargs": supported(remark="Further variables of the template.", check=check_free_form),
     "return_token_strs": supported(remark="`token_strs`: each token as the vocabulary spells it."),
-    "tools": refused(neutral=([],)),
     "chat_template": refused(),
 }
 """POST /tokenize, which is vLLM's."""

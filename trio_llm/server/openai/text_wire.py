@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import attrs
 
-from trio_llm.server.openai.wire import Message
+from trio_llm.server.openai.wire import Message, Tool
 
 
 @attrs.frozen(kw_only=True)
@@ -45,6 +45,7 @@ class TokenizeRequest:
     """None is the model that is listed first."""
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
     """None adds those of the tokenizer to a prompt, and none to messages, whose template writes its own."""
     add_generation_prompt: bool | None = None

@@ -11,7 +11,6 @@ from trio_llm.errors import InvalidRequest
 from trio_llm.prompt.chat_template import Conversation
 from trio_llm.prompt.tokens import detokenize, special_tokens, token_strings, tokenize
 from trio_llm.server.http import this_app
-from trio_llm.server.openai.generate import answer
 from trio_llm.server.openai.messages import conversation
 from trio_llm.server.openai.parsing import read_json, screen
 from trio_llm.server.openai.structuring import structure
@@ -23,7 +22,8 @@ from trio_llm.server.openai.text_wire import (
     TokenizeRequest,
     TokenizerInfo,
 )
-from trio_llm.server.openai.wire import ChatCompletionRequest
+from trio_llm.server.openai.tools import definition, told
+from trio_llm.server.openai.wire import ChatCompletionRequest, encode
 from trio_llm.server.openapi import Operation
 
 blueprint = Blueprint("tokenizer", __name__)
@@ -39,14 +39,17 @@ async def tokenize_prompt() -> Response:
     prompt = _prompt(body)
     special = isinstance(prompt, str) if body.add_special_tokens is None else body.add_special_tokens
 
-    def work() -> TokenizeAnswer:
+    def work() -> bytes:
         token_ids = tokenize(engine.tokenizer, prompt, add_special_tokens=special)
         strings = token_strings(engine.tokenizer, token_ids) if body.return_token_strs else None
-        return TokenizeAnswer(
-            count=len(token_ids), max_model_len=engine.max_model_len, tokens=token_ids, token_strs=strings
+        return encode(
+            TokenizeAnswer(
+                count=len(token_ids), max_model_len=engine.max_model_len, tokens=token_ids, token_strs=strings
+            )
         )
 
-    return answer(await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=engine.tokenizing))
+    written = await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=engine.tokenizing)
+    return Response(written, content_type="application/json")
 
 
 @blueprint.post("/detokenize")
@@ -60,10 +63,11 @@ async def detokenize_tokens() -> Response:
         message = f"tokens has a token id that is not in the vocabulary (0 to {engine.vocab_size - 1})"
         raise InvalidRequest(message, field="tokens", limit=engine.vocab_size)
 
-    def work() -> DetokenizeAnswer:
-        return DetokenizeAnswer(prompt=detokenize(engine.tokenizer, body.tokens))
+    def work() -> bytes:
+        return encode(DetokenizeAnswer(prompt=detokenize(engine.tokenizer, body.tokens)))
 
-    return answer(await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=engine.tokenizing))
+    written = await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=engine.tokenizing)
+    return Response(written, content_type="application/json")
 
 
 @blueprint.get("/tokenizer_info")
@@ -82,7 +86,7 @@ async def tokenizer_info() -> Response:
         chat_template=template if isinstance(template, str) else None,
         **special_tokens(engine.tokenizer),
     )
-    return answer(info)
+    return Response(encode(info), content_type="application/json")
 
 
 def parse_tokenize(document: dict[str, Any], *, lenient: bool) -> TokenizeRequest:
@@ -119,4 +123,4 @@ def _prompt(body: TokenizeRequest) -> str | Conversation:
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    return conversation(chat)
+    return conversation(chat, [told(definition(tool)) for tool in body.tools or ()])

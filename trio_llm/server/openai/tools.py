@@ -97,7 +97,7 @@ def reading(body: ChatCompletionRequest, formats: Formats, *, is_structured: boo
         InvalidRequest: the tools, or what may be chosen of them, are wrong.
         UnsupportedParameter: the model is not known to call tools.
     """
-    tools = [_definition(tool) for tool in body.tools or ()]
+    tools = [definition(tool) for tool in body.tools or ()]
     # without tools, "auto" and "none" ask for nothing
     wanted = None if not tools and body.tool_choice in ("auto", "none") else body.tool_choice
     choice = read_tool_choice(wanted, tools)
@@ -110,7 +110,7 @@ def reading(body: ChatCompletionRequest, formats: Formats, *, is_structured: boo
         text = "it is not known how this model writes tool calls; --tool-call-parser can name it"
         raise UnsupportedParameter(text, field="tools")
     return Reading(
-        tools=[_told(tool) for tool in tools],
+        tools=[told(tool) for tool in tools],
         choice=choice,
         parallel=body.parallel_tool_calls,
         tool_format=formats.tools,
@@ -135,12 +135,13 @@ async def form_of_text(
     return after_reasoning(form, read.reasoning_format, inside=inside)
 
 
-def _definition(tool: Tool) -> dict[str, Any]:
+def definition(tool: Tool) -> dict[str, Any]:
+    """A tool as the API has it, without what is null."""
     function = attrs.asdict(tool.function)
     return {"type": tool.type, "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _told(definition: dict[str, Any]) -> dict[str, Any]:
+def told(definition: dict[str, Any]) -> dict[str, Any]:
     """What a model is told of a function: whether it is strict is no affair of the model's."""
     function = {name: value for name, value in definition["function"].items() if name != "strict"}
     return {**definition, "function": function}
