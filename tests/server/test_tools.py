@@ -167,6 +167,32 @@ async def test_a_call_is_forced(serving, tool_choice, seed):
         await server.assert_all_free()
 
 
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+async def test_a_form_beside_tools(serving, tool_choice):
+    """The text has the form, or it is a call; where a call is required it is one."""
+    executor, model = random_model(template=CALLING)
+    schema = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    fields = {
+        "tools": [WEATHER],
+        "tool_choice": tool_choice,
+        "response_format": form,
+        "temperature": 2,
+        "max_tokens": 300,
+    }
+    ends = set()
+    async with serving(executor=executor, model=model) as server:
+        for seed in range(8):
+            (choice,), _ = await ask(server, **fields, seed=seed, parallel_tool_calls=False)
+            ends.add(choice["finish_reason"])
+            if choice["finish_reason"] == "stop":
+                assert json.loads(choice["message"]["content"]) in ({"x": 1}, {"x": 2})
+            else:
+                ((name, arguments),) = calls_of(choice)
+                assert name == "weather" and arguments.keys() == {"city", "days"}
+    assert ends <= ({"tool_calls", "stop"} if tool_choice == "auto" else {"tool_calls"})
+
+
 async def test_details_beside_calls(serving):
     executor, model, ids = saying("byte-level", CALL, template=CALLING)
     async with serving(executor=executor, model=model) as server:
@@ -240,7 +266,7 @@ REFUSED = [
     ({"tools": [{"type": "function", "function": {}}]}, "missing_required_parameter", "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "invalid_value", "tools"),
     ({"tools": [{**WEATHER, "mood": 1}]}, "unknown_parameter", "tools[0].mood"),
-    ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "invalid_value", "tools"),
+    ({"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "invalid_value", "tools"),
     (
         {"tools": [function("f", x={"type": "not-a-type"})], "tool_choice": "required"},
         "invalid_value",

@@ -93,7 +93,8 @@ class Schemas:
             case origin if origin in (types.UnionType, Union):
                 return _any_of([self._of(argument, of_object, most) for argument in arguments])
             case origin if isinstance(origin, type) and issubclass(origin, Mapping):
-                return {"type": "object", "additionalProperties": self._of(arguments[1], of_object, most)}
+                names = {"propertyNames": {"pattern": "^[0-9]{1,19}$"}} if arguments[0] is int else {}
+                return {"type": "object", "additionalProperties": self._of(arguments[1], of_object, most), **names}
             case origin if origin in (list, tuple):
                 if most is not None and arguments[0] is int:
                     return {"type": "array", "items": _TOKEN_ID}

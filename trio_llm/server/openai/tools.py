@@ -13,7 +13,8 @@ from trio_llm.config import ServerSettings
 from trio_llm.core.sampling_params import StructuredOutput
 from trio_llm.engine.engine import Engine
 from trio_llm.engine.generation import Generation
-from trio_llm.errors import InvalidRequest, UnsupportedParameter
+from trio_llm.errors import UnsupportedParameter
+from trio_llm.prompt.answer_or_calls import answer_or_calls
 from trio_llm.prompt.chat_template import Conversation
 from trio_llm.prompt.output_parser import OutputParser
 from trio_llm.prompt.reasoning import ReasoningFormat, reasoning_format
@@ -61,7 +62,7 @@ class Reading:
     reasoning_format: ReasoningFormat | None = None
     """None: reasoning is not looked for."""
     grammar: StructuredOutput | None = None
-    """What forces a call, or holds calls to their schemas."""
+    """What holds the text to calls, where it does; it has the form of an answer in it, if there is one."""
 
     @property
     def is_plain(self) -> bool:
@@ -87,11 +88,11 @@ class Reading:
         )
 
 
-def reading(body: ChatCompletionRequest, formats: Formats, *, is_structured: bool) -> Reading:
+def reading(body: ChatCompletionRequest, formats: Formats, answer: StructuredOutput | None) -> Reading:
     """How the answer to a request is to be read.
 
     Args:
-        is_structured: the answer is held to a form, which leaves no room for calls.
+        answer: the form that an answer is held to, if it is no call.
 
     Raises:
         InvalidRequest: the tools, or what may be chosen of them, are wrong.
@@ -104,18 +105,22 @@ def reading(body: ChatCompletionRequest, formats: Formats, *, is_structured: boo
     if not choice.names:
         # a model that may call nothing is told of nothing
         return Reading(reasoning_format=formats.reasoning)
-    if is_structured:
-        raise InvalidRequest("a structured text does not go with tools, unless tool_choice is none", field="tools")
     if formats.tools is None:
         text = "it is not known how this model writes tool calls; --tool-call-parser can name it"
         raise UnsupportedParameter(text, field="tools")
+    several = body.parallel_tool_calls
+    grammar = tool_grammar(formats.tools, tools, choice, parallel=several)
+    if answer is not None and not choice.is_required:
+        forced = tool_grammar(formats.tools, tools, attrs.evolve(choice, is_required=True), parallel=several)
+        assert forced is not None
+        grammar = answer_or_calls(answer, forced)
     return Reading(
         tools=[told(tool) for tool in tools],
         choice=choice,
-        parallel=body.parallel_tool_calls,
+        parallel=several,
         tool_format=formats.tools,
         reasoning_format=formats.reasoning,
-        grammar=tool_grammar(formats.tools, tools, choice, parallel=body.parallel_tool_calls),
+        grammar=grammar,
     )
 
 

@@ -67,8 +67,8 @@ async def begin_turn(
     with fields_called(names or {}):
         engine = app.engine_for(body.model)
         params, own_names = _params(app, body)
-        read = reading(body, await formats_of(engine, app.settings), is_structured=params.structured_output is not None)
-        if read.grammar is not None:
+        read = reading(body, await formats_of(engine, app.settings), params.structured_output)
+        if read.grammar is not None and params.structured_output is None:
             own_names["structured_output"] = "tools"
         with fields_called(own_names):
             prompt = conversation(body, read.tools)
