@@ -48,7 +48,8 @@ async def create_response() -> Response:
         raise InvalidRequest("this server stores no response (max_stored_responses is 0)", field="store")
     before = [] if body.previous_response_id is None else _history(store, body.previous_response_id)
     history = [*before, *messages]
-    turn = await begin_turn(app, exchange, chat_request(body, history), prefix=PREFIX, names=NAMES)
+    chat_body = chat_request(body, history)
+    turn = await begin_turn(app, exchange, chat_body, prefix=PREFIX, names=NAMES)
     wants_store = store.capacity > 0 and body.store is not False
     writer = _Recorder(turn, body, history, store if wants_store else None)
     in_flight = store.in_flight
@@ -66,7 +67,7 @@ async def create_response() -> Response:
             reason = str(delta.finish_reason) if delta.finish_reason is not None else reason
     writer.closing(0, reason, is_last=True)
     writer.end()
-    return answer(writer.response())
+    return await answer(writer.response, is_large=chat_body.logprobs)
 
 
 class _Recorder(ResponseAnswer):
@@ -108,7 +109,7 @@ async def get_response(response_id: str) -> Response:
         raise InvalidRequest("a response cannot be streamed again", field="stream", code="unsupported_parameter")
     store = store_of(this_app())
     if response_id in store.in_flight:
-        return answer(store.in_flight[response_id].response())
+        return _json(store.in_flight[response_id].response())
     return Response(store.get(response_id).body, content_type="application/json")
 
 
@@ -117,7 +118,7 @@ async def get_response(response_id: str) -> Response:
 async def input_items(response_id: str) -> Response:
     """The input of a response that is stored, in its order; all of it."""
     items = list(store_of(this_app()).get(response_id).input_items)
-    return answer(wire.InputItemList(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
+    return _json(wire.InputItemList(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
 
 
 @blueprint.delete("/v1/responses/<response_id>")
@@ -125,7 +126,7 @@ async def input_items(response_id: str) -> Response:
 async def delete_response(response_id: str) -> Response:
     """Forget a response."""
     store_of(this_app()).delete(response_id)
-    return answer(wire.DeletedResponse(id=response_id))
+    return _json(wire.DeletedResponse(id=response_id))
 
 
 @blueprint.post("/v1/responses/<response_id>/cancel")
@@ -141,4 +142,8 @@ async def cancel_response(response_id: str) -> Response:
     for exchange in app.exchanges:
         if exchange.request_id == response_id.removeprefix(PREFIX):
             exchange.abandon()
-    return answer(writer.response(status="cancelled"))
+    return _json(writer.response(status="cancelled"))
+
+
+def _json(body: object) -> Response:
+    return Response(encode(body), content_type="application/json")
