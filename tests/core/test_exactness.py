@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from trio_llm.core import exactness
 from trio_llm.core.build import build_core
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.exactness import ROW_MULTIPLE, batch_dependence
+from trio_llm.core.kernels import load
 from trio_llm.core.model import PagedModel
+from trio_llm.core.page_attention import PageBackend
 from trio_llm.core.request import Request
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.core.speculation import Speculation
@@ -96,6 +99,7 @@ def built(
     dtype: torch.dtype = torch.float32,
     deterministic: bool = False,
     compiled_kernels: bool = True,
+    quantization: Literal["none", "int8"] = "none",
 ) -> EngineCore:
     """As an engine gets it."""
     loaded = LoadedModel(
@@ -113,6 +117,7 @@ def built(
         max_model_len=64,
         deterministic=deterministic,
         compiled_kernels=compiled_kernels,
+        quantization=quantization,
     )
     return build_core(loaded, settings)
 
@@ -190,6 +195,24 @@ def test_deterministic_gives_the_same_bits_in_every_way(architecture: str, num_t
             before = notes.num_compared
             assert way(notes, core.executor._model), f"{way.__name__} did not happen"
             assert notes.num_compared > before + num_contexts / 2
+            assert notes.num_equal == notes.num_compared, f"{way.__name__}: apart by {notes.worst:.2g}"
+
+
+@pytest.mark.skipif(load() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3"])
+@pytest.mark.parametrize(("num_threads", "deterministic"), [(1, False), (2, False), (1, True)])
+def test_8_bits_give_the_same_bits_in_every_way(architecture: str, num_threads: int, deterministic: bool) -> None:
+    notes = Notes()
+    with threads(num_threads):
+        core = built(architecture, quantization="int8", deterministic=deterministic)
+        model = core.executor._model
+        assert isinstance(model.backend, PageBackend)
+        assert core.executor.info.batch_exact
+        play_alone(notes, model)
+        for way in WAYS:
+            before = notes.num_compared
+            assert way(notes, model), f"{way.__name__} did not happen"
+            assert notes.num_compared > before
             assert notes.num_equal == notes.num_compared, f"{way.__name__}: apart by {notes.worst:.2g}"
 
 

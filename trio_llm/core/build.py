@@ -84,11 +84,11 @@ def _paged(loaded: LoadedModel, settings: EngineSettings, *, beside: PagedModel 
         raise ConfigurationError("int8 needs device cpu and dtype float32", field="quantization")
     speed_up_linears(loaded.model)
     block_size = settings.block_size if beside is None else beside.backend.block_size
-    # what a draft model computes changes no token
-    deterministic = settings.deterministic and beside is None
+    kernels = _kernels(loaded, settings)
+    # what a draft model computes changes no token, and what the kernels compute is exact as it is
+    deterministic = settings.deterministic and beside is None and kernels is None
     if deterministic:
         use_deterministic_experts(loaded.model)
-    kernels = _kernels(loaded, settings)
     backend = (
         SdpaBackend(device, block_size or 16, one_by_one=deterministic)
         if kernels is None
@@ -107,8 +107,7 @@ def _allocate(
     model.allocate(num_blocks)
     model.probe()
     kernels = _kernels(loaded, settings)
-    by_itself = settings.quantization == "auto" and loaded.is_quantized and kernels is not None
-    if settings.quantization == "int8" or by_itself:
+    if settings.quantization == "int8" or (_is_to_be_int8(loaded, settings) and kernels is not None):
         # after the probe, which could be stricter: in 8 bits a small difference may round a number the other way
         quantize(loaded.model, kernels)
         model.fuse_layers()
@@ -120,9 +119,13 @@ def _is_float32_on_cpu(loaded: LoadedModel) -> bool:
     return loaded.model.device.type == "cpu" and loaded.model.dtype is torch.float32
 
 
+def _is_to_be_int8(loaded: LoadedModel, settings: EngineSettings) -> bool:
+    return settings.quantization == "int8" or (settings.quantization == "auto" and loaded.is_quantized)
+
+
 def _kernels(loaded: LoadedModel, settings: EngineSettings) -> Kernels | None:
-    # deterministic attention goes token by token, which is not theirs
-    wanted = settings.compiled_kernels and not settings.deterministic
+    # beside float32 layers, whose rows are padded to be deterministic, attention is torch's
+    wanted = settings.compiled_kernels and (not settings.deterministic or _is_to_be_int8(loaded, settings))
     return load() if wanted and _is_float32_on_cpu(loaded) else None
 
 
