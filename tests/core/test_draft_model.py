@@ -81,8 +81,8 @@ class DraftedCore(EngineCore):
         for block, content in self.drafter._contents.items():
             held = tuple(self.draft._slots[block * SIZE + offset] for offset in range(len(content.token_ids)))
             assert held == content.token_ids, f"block {block} does not hold what the draft model believes"
-        assert set(self.drafter._tasks) == set(self.speculation._records) == self.scheduler.live_ids()
-        assert set(self.drafter._states) <= self.scheduler.live_ids() and set(self.draft.sequences) <= set(
+        assert set(self.drafter._tasks) == set(self.speculation._records) == self.queues.live_ids()
+        assert set(self.drafter._states) <= self.queues.live_ids() and set(self.draft.sequences) <= set(
             self.drafter._states
         )
 

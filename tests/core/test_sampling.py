@@ -330,7 +330,7 @@ def test_prompt_logprobs_survive_preemption_and_the_end_of_their_leader() -> Non
     core.add(request)
     for _ in range(3):
         core.step()
-    core.scheduler._preempt(request.sequences[0])
+    core.queues.preempt(request.sequences[0])
     for _ in range(5):
         core.step()
     core.finish("x", 0)

@@ -12,7 +12,7 @@ import pytest
 
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
-from trio_llm.core.scheduler import COMPACT_ABOVE
+from trio_llm.core.queues import COMPACT_ABOVE
 
 from .helpers import is_idle, make_core, make_request
 
@@ -65,7 +65,7 @@ def core_with_waiting(num_waiting: int, kind: type[int] = int) -> EngineCore:
         core.add(make_request(str(number), prompt, max_tokens=12, priority=priority))
     for _ in range(3):
         step(core)
-    assert (core.scheduler.num_running, core.scheduler.num_waiting) == (8, num_waiting)
+    assert (core.queues.num_running, core.queues.num_waiting) == (8, num_waiting)
     return core
 
 
@@ -78,7 +78,7 @@ def steps(core: EngineCore) -> None:
     """Eight end, eight are admitted in their place, and all of them decode."""
     for _ in range(12):
         step(core)
-    assert core.scheduler.num_running == 8
+    assert core.queues.num_running == 8
 
 
 def cost(num_waiting: int, function: Callable[[EngineCore], object]) -> int:
@@ -140,7 +140,7 @@ def test_the_queue_forgets_who_has_ended() -> None:
             core.finish(request.id)
 
     total = count_calls(come_and_go)
-    assert len(core.scheduler._waiting) <= 2 + COMPACT_ABOVE
+    assert len(core.queues._waiting) <= 2 + COMPACT_ABOVE
     core.check()
     # and that costs each of them a constant
     assert total < 5_000 * 60

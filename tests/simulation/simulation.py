@@ -165,15 +165,15 @@ class Simulation:
         )  # fmt: skip
         drafter.prior = (0.9,)
         self.core = EngineCore(self.executor, settings, speculation_for(settings, info.vocab_size, None, drafter))
-        core, scheduler = self.core, self.core.scheduler
+        core, queues = self.core, self.core.queues
         self.step, core.step = core.step, self.checked_step  # type: ignore[method-assign]
         self.add, core.add = core.add, self.noted_add  # type: ignore[method-assign]
         self.finish, core.finish = core.finish, self.noted_finish  # type: ignore[method-assign]
-        self.preempt, scheduler._preempt = scheduler._preempt, self.noted_preempt  # type: ignore[method-assign]
+        self.preempt, queues.preempt = queues.preempt, self.noted_preempt  # type: ignore[method-assign]
         return self.model, core
 
     def noted_add(self, request: Request) -> None:
-        running = {sequence.request.id for sequence in self.core.scheduler._running}
+        running = {sequence.request.id for sequence in self.core.queues.running}
         self.add(request)
         self.stays[request.id] = Stay(request, self.num_steps, running)
 
@@ -238,22 +238,22 @@ class Simulation:
 
     def checked_step(self, now: float) -> list[SequenceOutput]:
         """A step with the invariants asserted: those of the core, and that nobody is passed over."""
-        core, scheduler = self.core, self.core.scheduler
+        core, queues = self.core, self.core.queues
         self.num_steps += 1
-        running = {sequence.id for sequence in scheduler._running}
-        waiting = {entry[-1].id for entry in scheduler._waiting}
-        paused = [sequence for sequence in scheduler._sequences.values() if scheduler._is_paused(sequence)]
+        running = {sequence.id for sequence in queues.running}
+        waiting = {entry[-1].id for entry in queues._waiting}
+        paused = [sequence for sequence in queues._sequences.values() if queues.is_paused(sequence)]
         for sequence in paused:
             self.stays[sequence.request.id].was_paused = True
-        following = [s.request.id for s in scheduler._sequences.values() if s.status is Status.FOLLOWING]
-        ready = [sequence for sequence in scheduler._running if not scheduler._is_paused(sequence)]
+        following = [s.request.id for s in queues._sequences.values() if s.status is Status.FOLLOWING]
+        ready = [sequence for sequence in queues.running if not queues.is_paused(sequence)]
         before = [(sequence.num_tokens, sequence.num_computed_tokens) for sequence in ready[:1]]
         num_failed_steps, num_faults = core.statistics().num_failed_steps, sum(self.executor.counts.values())
         num_not_finite = self.executor.counts.get("row is not finite", 0)
         outputs = self.step(now)
         core.check()
         for request_id in following:
-            self.stays[request_id].running |= {sequence.request.id for sequence in scheduler._running}
+            self.stays[request_id].running |= {sequence.request.id for sequence in queues.running}
         for output in outputs:
             self.note_end(output.request_id)
         if core.statistics().num_failed_steps > num_failed_steps:
@@ -267,10 +267,10 @@ class Simulation:
         # join the queue after admission
         passed_over = [
             entry[0]
-            for entry in scheduler._waiting
+            for entry in queues._waiting
             if entry[-1].id in waiting and not entry[-1].is_finished and entry[-1].shares
         ]
-        admitted = [sequence.order for sequence in scheduler._running if sequence.id not in running]
+        admitted = [sequence.order for sequence in queues.running if sequence.id not in running]
         assert max(admitted, default=(-9,)) < min(passed_over, default=(9,)), "somebody was let in before who was first"
         self.totals.events["steps beside a paused sequence"] += bool(paused)
         self.note("step", [(output.request_id, output.index, output.token_ids) for output in outputs])

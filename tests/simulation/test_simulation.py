@@ -19,7 +19,7 @@ import trio
 from trio_llm.core.block_pool import BlockPool
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.prefix_cache import PrefixCache
-from trio_llm.core.scheduler import Scheduler
+from trio_llm.core.queues import Queues
 
 from .replay import replayable
 from .simulation import Totals, simulate
@@ -175,7 +175,7 @@ def let_the_last_in_first(_: Any) -> Any:
     [
         (BlockPool, "free", free_too_little),
         (PrefixCache, "_hashes", find_what_is_not_there),
-        (Scheduler, "_first_waiting", let_the_last_in_first),
+        (Queues, "first_waiting", let_the_last_in_first),
         (EngineCore, "finish", be_deaf_to_some),
         (EngineCore, "acknowledge", lose_credit),
     ],

@@ -10,6 +10,8 @@ from trio_llm.config import EngineSettings
 from trio_llm.core.block_pool import BlockPool
 from trio_llm.core.executor import Executor
 from trio_llm.core.faults import TokenLimit, first_parts, is_out_of_memory, smaller_parts, without_frames
+from trio_llm.core.prefix_cache import PrefixCache
+from trio_llm.core.queues import Queues
 from trio_llm.core.request import FinishReason, Request, Sequence
 from trio_llm.core.scheduler import Scheduler
 from trio_llm.core.speculation import Speculation, speculation_for
@@ -33,14 +35,15 @@ class EngineCore:
         info = executor.info
         self.speculation = speculation or speculation_for(settings, info.vocab_size)
         self.max_model_len = min(info.max_model_len, settings.max_model_len or info.max_model_len)
+        self.pool = BlockPool(info.num_blocks, info.block_size)
+        self.queues = Queues(self.pool, credit_window=settings.credit_window)
         self.scheduler = Scheduler(
-            BlockPool(info.num_blocks, info.block_size),
+            self.queues,
+            PrefixCache(self.pool, enabled=settings.enable_prefix_caching),
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_mixed_prompt_tokens=settings.max_num_mixed_prompt_tokens,
             max_model_len=self.max_model_len,
-            credit_window=settings.credit_window,
-            prefix_caching=settings.enable_prefix_caching,
         )
         self._requests: dict[str, Request] = {}
         self._num_steps = 0
@@ -53,8 +56,7 @@ class EngineCore:
     def max_total_tokens(self) -> int:
         """The most tokens, prompt and output, that a sequence can ever have: what the context
         and the whole KV memory allow."""
-        pool = self.scheduler.pool
-        return min(self.max_model_len, pool.num_blocks * pool.block_size)
+        return min(self.max_model_len, self.pool.num_blocks * self.pool.block_size)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -75,7 +77,7 @@ class EngineCore:
         assert request.id not in self._requests, "the engine gives every request its own id"
         self._requests[request.id] = request
         prompt_token_ids = tuple(request.prompt_token_ids)
-        for sequence in self.scheduler.add(request):
+        for sequence in self.queues.add(request):
             task = SamplingTask(
                 request.params,
                 sequence.index,
@@ -95,18 +97,18 @@ class EngineCore:
             return
         for sequence in request.sequences:
             if index is None or sequence.index == index:
-                self.scheduler.finish(sequence)
+                self.queues.finish(sequence)
         self._forget_finished(request)
 
     def acknowledge(self, request_id: str, index: int, num_tokens: int) -> None:
         """The reader of a choice took `num_tokens` more tokens: credit to go on."""
         request = self._requests.get(request_id)
         if request is not None:
-            self.scheduler.acknowledge(request.sequences[index], num_tokens)
+            self.queues.acknowledge(request.sequences[index], num_tokens)
 
     def has_work(self) -> bool:
         """Whether step() would compute anything now."""
-        return self.scheduler.has_work()
+        return self.queues.has_work()
 
     def step(self, now: float = 0.0) -> list[SequenceOutput]:
         """Plan, execute and commit one step.
@@ -140,7 +142,7 @@ class EngineCore:
     def _execute(self, plan: StepPlan) -> list[SequenceOutput]:
         result = self.executor.collect(self.executor.launch(plan))
         self._num_computed_tokens += plan.num_tokens
-        sequences = [self.scheduler.sequence(row.sequence_id) for row in plan.rows]
+        sequences = [self.queues.sequence(row.sequence_id) for row in plan.rows]
         outputs = self.scheduler.update(plan, result)
         if self.speculation is not None:
             for place, sequence in enumerate(sequences):
@@ -185,7 +187,7 @@ class EngineCore:
                 parts.extendleft(reversed(first_parts(part, out_of_memory=False)))
             else:
                 num_failed += 1
-                outputs.append(self._fail(self.scheduler.sequence(part.rows[0].sequence_id), failure))
+                outputs.append(self._fail(self.queues.sequence(part.rows[0].sequence_id), failure))
         if ran_out:
             self._num_out_of_memory += 1
             self._token_limit.ran_out(largest)
@@ -196,7 +198,7 @@ class EngineCore:
     def _fail(self, sequence: Sequence, error: Exception) -> SequenceOutput:
         # no traceback: renderers that show local variables would show the prompt
         logger.error("sequence failed", request_id=sequence.request.id, index=sequence.index, error=repr(error))
-        self.scheduler.finish(sequence)
+        self.queues.finish(sequence)
         failure = (
             error
             if isinstance(error, TrioLLMError)
@@ -216,13 +218,12 @@ class EngineCore:
             self._requests.pop(request.id, None)
 
     def statistics(self) -> CoreStatistics:
-        pool = self.scheduler.pool
         return CoreStatistics(
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free_blocks,
-            num_preemptions=self.scheduler.num_preemptions,
+            num_running=self.queues.num_running,
+            num_waiting=self.queues.num_waiting,
+            num_blocks=self.pool.num_blocks,
+            num_free_blocks=self.pool.num_free_blocks,
+            num_preemptions=self.queues.num_preemptions,
             num_cache_queries=self.scheduler.prefix_cache.num_queries,
             num_cache_hits=self.scheduler.prefix_cache.num_hits,
             num_steps=self._num_steps,
@@ -238,7 +239,7 @@ class EngineCore:
         """Assert the invariants; for tests after every step, and cheap enough when idle."""
         self.scheduler.check()
         live = {s.id for request in self._requests.values() for s in request.sequences if not s.is_finished}
-        assert live == self.scheduler.live_ids(), "a sequence lives without its request, or the reverse"
+        assert live == self.queues.live_ids(), "a sequence lives without its request, or the reverse"
 
     def close(self) -> None:
         """Close executor and drafter; idempotent."""

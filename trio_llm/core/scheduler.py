@@ -3,11 +3,9 @@
 `schedule()` reserves blocks and gives a StepPlan; `update()` commits what came of it.
 Only update() moves counters, so a step that raised leaves nothing to undo.
 
-The order is the same everywhere: priority, then arrival, then choice.  It decides who is
-admitted first and, read backwards, who is preempted first, so the first of all can always
-finish and there is no deadlock.  In a step, sequences with one token to go come before
-those with a prompt to go: a long prompt cannot starve who is decoding, nor slow it by much, since beside it
-prompts come in small pieces; and since the budget is above the number of sequences, who is decoding
+Who runs, who waits and who gives way is the queues' (see `queues`).  In a step, sequences with one token to go
+come before those with a prompt to go: a long prompt cannot starve who is decoding, nor slow it by much, since
+beside it prompts come in small pieces; and since the budget is above the number of sequences, who is decoding
 cannot starve a prompt.  Drafts come last: they take only budget and blocks that nobody else wants
 in this step.
 
@@ -19,23 +17,17 @@ Nobody writes into a block that is shared or can be found.
 
 from __future__ import annotations
 
-import bisect
-import heapq
-import itertools
 from collections.abc import Callable, Iterable
 
 import attrs
 
-from trio_llm.core.block_pool import BlockPool
 from trio_llm.core.prefix_cache import PrefixCache
-from trio_llm.core.request import FinishReason, Request, Sequence, Status
+from trio_llm.core.queues import Queues
+from trio_llm.core.request import FinishReason, Sequence, Status
 from trio_llm.core.step import Row, SequenceOutput, StepPlan, StepResult
 
 Draft = Callable[[list[tuple[Sequence, int]], int, int, Callable[[Sequence, int], int]], None]
 """See `Speculation.propose`."""
-
-COMPACT_ABOVE = 16
-"""Finished sequences that may stay in the queue, beside as many as wait."""
 
 
 class Scheduler:
@@ -44,91 +36,38 @@ class Scheduler:
     Touches no tensor.  Of a request it sees tokens only.
 
     Args:
-        pool: the KV blocks.
+        queues: all sequences, and the KV blocks they hold.
+        prefix_cache: which blocks can be found by their content.
         max_num_seqs: rows in a step.
         max_num_batched_tokens: token budget of a step, above max_num_seqs.
         max_num_mixed_prompt_tokens: of these, what prompts may have where others decode; None is all.
         max_model_len: tokens of a sequence, prompt and output.
-        credit_window: output tokens a sequence may be ahead of its reader.
-        prefix_caching: let full blocks be found by their content.
     """
 
     def __init__(
         self,
-        pool: BlockPool,
+        queues: Queues,
+        prefix_cache: PrefixCache,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        credit_window: int,
         max_num_mixed_prompt_tokens: int | None = None,
-        prefix_caching: bool = True,
     ) -> None:
-        self.pool = pool
+        self.queues = queues
+        self.pool = queues.pool
+        self.prefix_cache = prefix_cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_step_tokens = max_num_batched_tokens
         """The budget of the next step: less than the above while memory is short."""
         self.max_num_mixed_prompt_tokens = max_num_mixed_prompt_tokens or max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.credit_window = credit_window
-        self.prefix_cache = PrefixCache(pool, enabled=prefix_caching)
         self.now = 0.0
         """The time, as who steps the engine has it."""
-        self.num_preemptions = 0
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        self._sequences: dict[int, Sequence] = {}
-        self._running: list[Sequence] = []
-        """Sorted by order."""
-        self._num_paused = 0
-        """Of the running: those whose reader is a whole window behind."""
-        self._waiting: list[tuple[tuple[int, int, int], int, Sequence]] = []
-        """A heap by order; finished sequences stay until they surface."""
-        self._arrivals = itertools.count()
-        self._ids = itertools.count()
-        self._pushes = itertools.count()
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._sequences) - len(self._running)
-
-    def add(self, request: Request) -> list[Sequence]:
-        """Queue a request; gives the sequences made for it, one for each choice."""
-        request.arrival = next(self._arrivals)
-        for index in range(request.params.n):
-            sequence = Sequence(next(self._ids), request, index, list(request.prompt_token_ids))
-            request.sequences.append(sequence)
-            self._sequences[sequence.id] = sequence
-            sequence.status = Status.FOLLOWING
-        self._lead(request)
-        return request.sequences
-
-    def sequence(self, sequence_id: int) -> Sequence:
-        """The live sequence of that id."""
-        return self._sequences[sequence_id]
-
-    def live_ids(self) -> set[int]:
-        """Ids of all sequences that have not ended."""
-        return set(self._sequences)
-
-    def finish(self, sequence: Sequence) -> None:
-        """End a sequence, whatever its state; idempotent.  The only place that frees for good."""
-        if sequence.status is Status.FINISHED:
-            return
-        if sequence.status is Status.RUNNING:
-            self._leave_running(sequence)
-        sequence.status = Status.FINISHED
-        self._release_blocks(sequence)
-        del self._sequences[sequence.id]
-        if sequence.request.leader is sequence:
-            self._lead(sequence.request)
-        self._compact()
 
     def distrust(self, sequence: Sequence) -> bool:
         """A sequence's keys and values seem broken: nobody finds its blocks from now on.
@@ -140,22 +79,8 @@ class Scheduler:
         if not sequence.has_shared:
             return False
         sequence.shares = False
-        self._preempt(sequence)
+        self.queues.preempt(sequence)
         return True
-
-    def acknowledge(self, sequence: Sequence, num_tokens: int) -> None:
-        """The reader took `num_tokens` more output tokens."""
-        was_paused = self._is_paused(sequence)
-        sequence.num_acknowledged = min(sequence.num_acknowledged + num_tokens, sequence.num_output_tokens)
-        if was_paused and not self._is_paused(sequence):
-            if sequence.status is Status.RUNNING:
-                self._num_paused -= 1
-            elif sequence.status is Status.PARKED:
-                self._wait(sequence)
-
-    def has_work(self) -> bool:
-        """Whether schedule() would give a row."""
-        return len(self._running) > self._num_paused or self._first_waiting() is not None
 
     def schedule(self, draft: Draft | None = None) -> StepPlan:
         """Choose and reserve the next step; an empty plan only when there is no work.
@@ -169,7 +94,7 @@ class Scheduler:
         max_rows = max(1, min(self.max_num_seqs, budget - 1))
         may_admit = True
 
-        ready = [sequence for sequence in self._running if not self._is_paused(sequence)]
+        ready = [sequence for sequence in self.queues.running if not self.queues.is_paused(sequence)]
         prefilling = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens > 1]
         decoding = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens == 1]
         # a row is kept for a prompt; the only row there is goes to the first of all, whatever it does
@@ -188,17 +113,17 @@ class Scheduler:
                     budget -= len(row.token_ids)
                     prompt_budget -= len(row.token_ids) if is_prompt else 0
                     break
-                victim = self._victim()
+                victim = self.queues.victim()
                 # to take from a paused one costs nobody a turn: whether it is there changes nothing for the others
-                may_admit = may_admit and self._is_paused(victim)
+                may_admit = may_admit and self.queues.is_paused(victim)
                 lost = rows.pop(victim.id, None)
                 num_lost = len(lost.token_ids) if lost else 0
                 budget += num_lost
                 prompt_budget += num_lost if num_lost > 1 else 0
-                self._preempt(victim)
+                self.queues.preempt(victim)
 
         while may_admit and (limit := min(budget, prompt_budget)) > 0 and len(rows) < max_rows:
-            newcomer = self._first_waiting()
+            newcomer = self.queues.first_waiting()
             if newcomer is None:
                 break
             copies = self._admit(newcomer)
@@ -217,13 +142,13 @@ class Scheduler:
         return StepPlan(tuple(rows.values()))
 
     def _draft(self, rows: list[Row], budget: int, draft: Draft) -> None:
-        sequences = [self._sequences[row.sequence_id] for row in rows if row.sample and len(row.token_ids) == 1]
+        sequences = [self.queues.sequence(row.sequence_id) for row in rows if row.sample and len(row.token_ids) == 1]
         decoding = [(sequence, most) for sequence in sequences if (most := self._most_drafts(sequence)) > 0]
         draft(decoding, sum(len(row.token_ids) for row in rows), budget, self._reserve_drafts)
 
     def _with_drafts(self, row: Row, budget: int) -> Row:
         """Drafts come last of all: they take what nobody else wanted of budget and blocks."""
-        sequence = self._sequences[row.sequence_id]
+        sequence = self.queues.sequence(row.sequence_id)
         if not row.sample or not sequence.draft_token_ids:
             return row
         drafts = sequence.draft_token_ids[: max(0, min(budget, self._most_drafts(sequence)))]
@@ -237,7 +162,7 @@ class Scheduler:
 
     def _most_drafts(self, sequence: Sequence) -> int:
         """Drafts that credit and length leave room for: one token is sure to come, drafts or not."""
-        credit = self.credit_window - (sequence.num_output_tokens - sequence.num_acknowledged)
+        credit = self.queues.credit_window - (sequence.num_output_tokens - sequence.num_acknowledged)
         return min(credit, self._room(sequence)) - 1
 
     def _reserve_drafts(self, sequence: Sequence, count: int) -> int:
@@ -247,7 +172,7 @@ class Scheduler:
         """
         missing = self.pool.blocks_for(sequence.num_tokens + count) - len(sequence.block_table)
         if missing > 0:
-            spare = max(0, self.pool.num_free_blocks - len(self._running))
+            spare = max(0, self.pool.num_free_blocks - len(self.queues.running))
             sequence.block_table += self.pool.allocate(min(missing, spare)) or []
         return min(count, len(sequence.block_table) * self.pool.block_size - sequence.num_tokens)
 
@@ -260,7 +185,7 @@ class Scheduler:
         assert [bool(tokens) for tokens in result.token_ids] == wanted, "not the plan's result"
         outputs = []
         for place, (row, sampled) in enumerate(zip(plan.rows, result.token_ids, strict=True)):
-            sequence = self._sequences[row.sequence_id]
+            sequence = self.queues.sequence(row.sequence_id)
             sequence.draft_token_ids = []
             if place in result.failures:
                 continue
@@ -273,16 +198,14 @@ class Scheduler:
                 self.prefix_cache.offer(sequence)
                 continue
             self._count_drafts(row, len(sampled) - 1)
-            self._follow(sequence)
-            was_paused = self._is_paused(sequence)
+            self.queues.let_follow(sequence)
             tokens, reason = self._until_end(sequence, sampled)
-            sequence.token_ids += tokens
+            self.queues.extend(sequence, tokens)
             # each accepted draft has its keys and values in the cache already
             sequence.num_computed_tokens += len(tokens) - 1
-            self._num_paused += self._is_paused(sequence) - was_paused
             self.prefix_cache.offer(sequence)
             if reason is not None:
-                self.finish(sequence)
+                self.queues.finish(sequence)
             request = sequence.request
             outputs.append(
                 SequenceOutput(
@@ -356,17 +279,6 @@ class Scheduler:
         self.num_draft_tokens += row.num_drafts
         self.num_accepted_tokens += num_accepted
 
-    def _first_waiting(self) -> Sequence | None:
-        while self._waiting and self._waiting[0][-1].status is Status.FINISHED:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][-1] if self._waiting else None
-
-    def _compact(self) -> None:
-        """Forget finished sequences once they are most of the heap: who waits long would keep them, and their prompts."""
-        if len(self._waiting) > 2 * self.num_waiting + COMPACT_ABOVE:
-            self._waiting = [entry for entry in self._waiting if entry[-1].status is not Status.FINISHED]
-            heapq.heapify(self._waiting)
-
     def _admit(self, newcomer: Sequence) -> tuple[tuple[int, int], ...] | None:
         """Let the first of the waiting run, with all blocks that it can share.
 
@@ -379,17 +291,16 @@ class Scheduler:
         shared, source = self._shareable(newcomer)
         self.pool.hold(shared)
         needed = self.pool.blocks_for(newcomer.num_tokens) - len(shared)
-        paused = [sequence.block_table for sequence in self._running if self._is_paused(sequence)]
+        paused = [sequence.block_table for sequence in self.queues.running if self.queues.is_paused(sequence)]
         if needed > self.pool.num_free_blocks + self.pool.num_freed_by(paused):
             self.pool.free(shared)
             return None
         while needed > self.pool.num_free_blocks:
-            victim = self._victim()
+            victim = self.queues.victim()
             if victim is newcomer.fork_of:
                 source = None  # the partial block goes with it; the full ones are held
-            self._preempt(victim)
-        heapq.heappop(self._waiting)
-        newcomer.status = Status.RUNNING
+            self.queues.preempt(victim)
+        self.queues.let_in(newcomer)
         if newcomer.request.started_at is None:
             newcomer.request.started_at = self.now
         newcomer.block_table = shared
@@ -397,7 +308,6 @@ class Scheduler:
         newcomer.num_hashed_blocks = len(shared)
         newcomer.num_computed_tokens = len(shared) * self.pool.block_size
         self.prefix_cache.count(newcomer)
-        bisect.insort(self._running, newcomer, key=lambda other: other.order)
         newcomer.fork_of = None
         if source is None:
             return ()
@@ -421,81 +331,13 @@ class Scheduler:
             return [], None  # what is found is not computed, and has no logits
         return self.prefix_cache.find(newcomer, num_full), None
 
-    def _lead(self, request: Request) -> None:
-        """Have the first choice that is left compute the prompt for those that follow."""
-        following = [sequence for sequence in request.sequences if sequence.status is Status.FOLLOWING]
-        request.leader = following[0] if following else None
-        if request.leader is not None:
-            self._wait(request.leader)
-
-    def _follow(self, leader: Sequence) -> None:
-        """The prompt is computed: the other choices may fork."""
-        request = leader.request
-        if request.leader is leader:
-            request.leader = None
-            for sequence in request.sequences:
-                if sequence.status is Status.FOLLOWING:
-                    sequence.fork_of = leader
-                    self._wait(sequence)
-
-    def _is_paused(self, sequence: Sequence) -> bool:
-        return sequence.num_output_tokens - sequence.num_acknowledged >= self.credit_window
-
-    def _victim(self) -> Sequence:
-        """Who gives way: the last of the paused, else the last of all."""
-        if self._num_paused:
-            return next(sequence for sequence in reversed(self._running) if self._is_paused(sequence))
-        return self._running[-1]
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take its blocks; its tokens are kept, their keys and values recomputed later."""
-        self._leave_running(sequence)
-        self._release_blocks(sequence)
-        self.num_preemptions += 1
-        if self._is_paused(sequence):
-            sequence.status = Status.PARKED
-        else:
-            self._wait(sequence)
-
-    def _leave_running(self, sequence: Sequence) -> None:
-        position = bisect.bisect_left(self._running, sequence.order, key=lambda other: other.order)
-        assert self._running[position] is sequence
-        del self._running[position]
-        self._num_paused -= self._is_paused(sequence)
-
-    def _release_blocks(self, sequence: Sequence) -> None:
-        self.pool.free(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_blocks_sent = 0
-        sequence.num_hashed_blocks = 0
-        sequence.num_computed_tokens = 0
-        sequence.draft_token_ids = []
-
-    def _wait(self, sequence: Sequence) -> None:
-        sequence.status = Status.WAITING
-        heapq.heappush(self._waiting, (sequence.order, next(self._pushes), sequence))
-
     def check(self) -> None:
         """Assert the invariants of queues, counters and blocks."""
-        running = {sequence.id for sequence in self._running}
-        waiting = [sequence.id for *_, sequence in self._waiting if sequence.status is not Status.FINISHED]
-        parked = {s.id for s in self._sequences.values() if s.status in {Status.PARKED, Status.FOLLOWING}}
-        assert len(running) == len(self._running), "a sequence runs twice"
-        assert sorted([*running, *waiting, *parked]) == sorted(self._sequences), "a sequence is in no queue, or in two"
-        assert self._running == sorted(self._running, key=lambda sequence: sequence.order)
-        assert self._num_paused == sum(map(self._is_paused, self._running))
-        for sequence in self._sequences.values():
-            assert sequence.status is not Status.FINISHED
+        self.queues.check()
+        for sequence in map(self.queues.sequence, self.queues.live_ids()):
             assert 0 <= sequence.num_computed_tokens < sequence.num_tokens <= self.max_model_len
             assert sequence.num_blocks_sent <= len(sequence.block_table)
-            held = len(sequence.block_table) * self.pool.block_size
-            assert sequence.num_computed_tokens <= held
-            if sequence.status is Status.FOLLOWING:
-                assert sequence.request.leader is not None, "a choice follows nobody"
-            if sequence.status is Status.RUNNING:
-                # what will be written must belong to it alone
-                first = sequence.num_computed_tokens // self.pool.block_size
-                assert all(map(self.pool.is_writable, sequence.block_table[first:]))
-            else:
-                assert not sequence.block_table and sequence.num_computed_tokens == 0
-        self.pool.check(sequence.block_table for sequence in self._sequences.values())
+            assert sequence.num_computed_tokens <= len(sequence.block_table) * self.pool.block_size
+            # what will be written must belong to it alone
+            first = sequence.num_computed_tokens // self.pool.block_size
+            assert all(map(self.pool.is_writable, sequence.block_table[first:]))
