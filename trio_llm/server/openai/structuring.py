@@ -18,6 +18,7 @@ from cattrs.errors import (
 )
 from cattrs.gen import make_dict_structure_fn
 
+from trio_llm.core.sampling_params import MAX_LOGIT_BIAS
 from trio_llm.errors import InvalidRequest
 from trio_llm.server.openai.limits import MAX_ENTRIES, show, wrong_type
 
@@ -131,6 +132,8 @@ def _biases(value: Any, _: Any) -> dict[int, float]:
     """JSON has only strings for keys."""
     if not isinstance(value, dict):
         raise _WrongValue("an object", value)
+    if len(value) > MAX_LOGIT_BIAS:
+        raise _WrongValue(f"an object of at most {MAX_LOGIT_BIAS} tokens", value, code="invalid_value")
     biases = {}
     for name, bias in value.items():
         if not (name.isascii() and name.isdigit() and len(name) < 20):
