@@ -24,9 +24,10 @@ from serve import machine
 
 from trio_llm.config import EngineSettings, ServerSettings
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
+from trio_llm.engine.choice import Delta
 from trio_llm.engine.detokenizer import Detokenizer, StopMatcher, TokenDecoder
-from trio_llm.engine.engine import Engine, open_engine
-from trio_llm.engine.generation import Delta
+from trio_llm.engine.engine import Engine
+from trio_llm.engine.nursery import open_engine
 from trio_llm.engine.registry import Registry
 from trio_llm.engine.simulation import FakeModel
 from trio_llm.models.loader import load_model

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from trio_llm.config import EngineSettings, ServerSettings
     from trio_llm.core.executor import Executor
     from trio_llm.core.sampling_params import SamplingParams, StructuredOutput
+    from trio_llm.engine.choice import Delta
     from trio_llm.engine.embedding import Embedder, Embeddings, open_embedder
-    from trio_llm.engine.engine import Engine, open_engine
-    from trio_llm.engine.generation import Delta, Generation
+    from trio_llm.engine.engine import Engine
+    from trio_llm.engine.generation import Generation
+    from trio_llm.engine.nursery import open_engine
     from trio_llm.engine.registry import Registry
     from trio_llm.prompt.chat_template import Conversation
     from trio_llm.prompt.truncation import Truncation
@@ -45,7 +47,7 @@ __all__ = [
 
 _HOMES = {
     "Conversation": "trio_llm.prompt.chat_template",
-    "Delta": "trio_llm.engine.generation",
+    "Delta": "trio_llm.engine.choice",
     "Embedder": "trio_llm.engine.embedding",
     "Embeddings": "trio_llm.engine.embedding",
     "Engine": "trio_llm.engine.engine",
@@ -57,7 +59,7 @@ _HOMES = {
     "Truncation": "trio_llm.prompt.truncation",
     "StructuredOutput": "trio_llm.core.sampling_params",
     "open_embedder": "trio_llm.engine.embedding",
-    "open_engine": "trio_llm.engine.engine",
+    "open_engine": "trio_llm.engine.nursery",
     "serve": "trio_llm.server.serve",
 }
 

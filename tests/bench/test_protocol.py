@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.test_detokenizer import trained
 from trio_llm.core.executor import FakeExecutor
-from trio_llm.engine.engine import open_engine
+from trio_llm.engine.nursery import open_engine
 from trio_llm.engine.simulation import FakeModel
 from trio_llm.server.openai.parsing import parse_chat
 

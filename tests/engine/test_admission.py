@@ -13,7 +13,8 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.core.sampling_params import SamplingParams
-from trio_llm.engine.engine import Engine, open_engine
+from trio_llm.engine.engine import Engine
+from trio_llm.engine.nursery import open_engine
 from trio_llm.engine.registry import Registry
 from trio_llm.engine.simulation import ByteTokenizer, FakeModel, open_simulation
 from trio_llm.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, QueueFull

@@ -11,8 +11,9 @@ import trio
 from trio.testing import MockClock
 
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
-from trio_llm.engine.engine import Engine, open_engine
+from trio_llm.engine.engine import Engine
 from trio_llm.engine.generation import Generation
+from trio_llm.engine.nursery import open_engine
 from trio_llm.engine.simulation import FakeModel, open_simulation
 
 CheckFree = Callable[[Engine], Any]

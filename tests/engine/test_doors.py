@@ -14,9 +14,10 @@ from trio.testing import wait_all_tasks_blocked
 from trio_llm.core.executor import FakeExecutor
 from trio_llm.core.request import FinishReason
 from trio_llm.core.step import StepPlan
+from trio_llm.engine.choice import Delta
 from trio_llm.engine.detokenizer import TokenDecoder
 from trio_llm.engine.engine import Engine
-from trio_llm.engine.generation import Delta, Generation, Usage
+from trio_llm.engine.generation import Generation, Usage
 from trio_llm.engine.simulation import ByteTokenizer, FakeModel, open_simulation
 from trio_llm.errors import EngineDead, InvalidRequest, RequestFailed, ShuttingDown
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from trio_llm.core.request import FinishReason
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.core.step import SequenceOutput
+from trio_llm.engine.choice import Choice, Delta, Track
 from trio_llm.engine.detokenizer import TokenDecoder
-from trio_llm.engine.generation import Choice, Delta, _Track
 from trio_llm.engine.simulation import ByteTokenizer
 
 TOKENS = list(b"ab\xc3\xa4")
@@ -23,7 +23,7 @@ TOKENS = list(b"ab\xc3\xa4")
 def test_against_the_whole_output(outputs: list[list[int]], stops: list[str], end: FinishReason) -> None:
     tokens = [token for output in outputs for token in output]
     choice = Choice(0)
-    track = _Track(choice, TokenDecoder(ByteTokenizer()), [], SamplingParams(stop=tuple(stops)))
+    track = Track(choice, TokenDecoder(ByteTokenizer()), [], SamplingParams(stop=tuple(stops)))
     deltas: list[Delta] = []
     for number, output in enumerate(outputs, 1):
         delta = track.absorb(SequenceOutput("id", 0, tuple(output), end if number == len(outputs) else None))

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from trio_llm.core.executor import FakeExecutor
-from trio_llm.engine.engine import Engine, open_engine
+from trio_llm.engine.engine import Engine
+from trio_llm.engine.nursery import open_engine
 from trio_llm.engine.simulation import FakeModel
 
 

@@ -14,8 +14,9 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from trio_llm.config import EngineSettings
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.executor import FakeExecutor
-from trio_llm.engine.engine import Engine, open_engine, run_engine
+from trio_llm.engine.engine import Engine
 from trio_llm.engine.loading import Model
+from trio_llm.engine.nursery import open_engine, run_engine
 from trio_llm.engine.simulation import FakeModel, open_simulation
 from trio_llm.engine.worker import Report, Worker
 from trio_llm.errors import ConfigurationError, EngineDead, ModelLoadError

@@ -15,8 +15,9 @@ from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.core.request import FinishReason
 from trio_llm.core.step import SamplingTask, SequenceOutput, TokenLogprobs
 from trio_llm.engine.admission import _encode_words
+from trio_llm.engine.choice import Choice, Delta, Track
 from trio_llm.engine.detokenizer import StopMatcher, TokenDecoder
-from trio_llm.engine.generation import Choice, Delta, Generation, _Track
+from trio_llm.engine.generation import Generation
 from trio_llm.engine.simulation import ByteTokenizer, FakeModel, open_simulation
 from trio_llm.errors import InvalidRequest
 
@@ -100,7 +101,7 @@ def test_stops_and_logprobs_however_the_core_cuts_its_outputs(
     decoder = TokenDecoder(ByteTokenizer(all_special_ids=(END,)))
     params = SamplingParams(stop=stops, min_tokens=min_tokens, include_stop_str_in_output=include, logprobs=0)
     choice = Choice(0)
-    track = _Track(choice, decoder, [], params)
+    track = Track(choice, decoder, [], params)
     while data and choice.finish_reason is None:
         size = cuts.pop() if len(cuts) > 1 else cuts[0]
         part, data = tuple(data[:size]), data[size:]

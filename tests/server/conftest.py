@@ -19,7 +19,8 @@ from hypercorn.config import Config
 from trio_llm.config import ServerSettings
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.core.step import StepPlan
-from trio_llm.engine.engine import Engine, open_engine
+from trio_llm.engine.engine import Engine
+from trio_llm.engine.nursery import open_engine
 from trio_llm.engine.registry import Registry
 from trio_llm.engine.simulation import FakeModel
 from trio_llm.server.app import create_app

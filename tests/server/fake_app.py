@@ -10,7 +10,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from trio_llm.config import resolve
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.core.step import StepPlan
-from trio_llm.engine.engine import Engine, open_engine
+from trio_llm.engine.engine import Engine
+from trio_llm.engine.nursery import open_engine
 from trio_llm.engine.simulation import FakeModel
 from trio_llm.errors import ModelLoadError
 from trio_llm.server.app import create_app

@@ -6,7 +6,7 @@ import orjson
 import pytest
 import trio
 
-from trio_llm.engine.generation import Delta
+from trio_llm.engine.choice import Delta
 
 HI = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -14,7 +14,7 @@ import trustme
 
 from trio_llm.config import ServerSettings
 from trio_llm.core.executor import FakeExecutor
-from trio_llm.engine.engine import open_engine
+from trio_llm.engine.nursery import open_engine
 from trio_llm.engine.simulation import FakeModel
 from trio_llm.errors import ConfigurationError
 from trio_llm.server.serve import serve

@@ -6,7 +6,8 @@ import attrs
 import trio
 
 from trio_llm.core.request import FinishReason
-from trio_llm.engine.generation import Delta, Generation
+from trio_llm.engine.choice import Delta
+from trio_llm.engine.generation import Generation
 from trio_llm.errors import (
     ContextLengthExceeded,
     EngineDead,

@@ -22,8 +22,9 @@ from trio_llm.core.speculation import speculation_for
 from trio_llm.core.step import SequenceOutput
 from trio_llm.core.step_costs import StepCosts
 from trio_llm.engine import generation as generation_module
-from trio_llm.engine.engine import Engine, run_engine
+from trio_llm.engine.engine import Engine
 from trio_llm.engine.generation import Generation
+from trio_llm.engine.nursery import run_engine
 from trio_llm.engine.simulation import FakeModel
 from trio_llm.engine.worker import Report, Worker
 from trio_llm.errors import EngineDead, TrioLLMError

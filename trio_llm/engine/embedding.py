@@ -21,7 +21,8 @@ from trio_llm.config import EngineSettings
 from trio_llm.core.request import FinishReason
 from trio_llm.core.step import CoreStatistics
 from trio_llm.engine.embedding_queue import EmbeddingQueue, Job
-from trio_llm.engine.engine import TOKENIZER_THREADS, State, is_echo
+from trio_llm.engine.engine import TOKENIZER_THREADS, State
+from trio_llm.engine.nursery import is_echo
 from trio_llm.engine.statistics import Counters, Observer, Statistics
 from trio_llm.engine.texts import Text, TextReader
 from trio_llm.errors import (

@@ -1,13 +1,10 @@
-"""The engine as an embedding application sees it, and the nursery it lives in."""
+"""The engine as an embedding application sees it."""
 
 from __future__ import annotations
 
 import itertools
 import secrets
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -16,17 +13,15 @@ import trio
 
 from trio_llm.config import EngineSettings
 from trio_llm.core.engine_core import EngineCore
-from trio_llm.core.executor import Executor
 from trio_llm.core.request import FinishReason, Request
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.core.step import CoreStatistics
 from trio_llm.engine.admission import Prompt, check_prompt, check_token_ids, longest_token
-from trio_llm.engine.detokenizer import TokenDecoder
+from trio_llm.engine.decoders import Decoders
 from trio_llm.engine.generation import Generation
-from trio_llm.engine.loading import Load, Model, load_core
+from trio_llm.engine.loading import Load
 from trio_llm.engine.statistics import Counters, Observer, Statistics
-from trio_llm.engine.token_bytes import TokenBytes
-from trio_llm.engine.worker import Add, Command, Drive, Report, Settle, Stop, Worker, drive_in_thread
+from trio_llm.engine.worker import Add, Command, Drive, Report, Settle, Stop, Worker
 from trio_llm.errors import EngineDead, InvalidRequest, QueueFull, ReaderStalled, RequestFailed, ShuttingDown
 from trio_llm.prompt.truncation import Room, Truncation, room_for
 
@@ -42,85 +37,6 @@ COMPILER_THREADS = 2
 logger = structlog.get_logger(__name__)
 
 State = Literal["ready", "draining", "stuck", "dead"]
-
-_Shown = tuple[bool, frozenset[int]]
-"""Which special tokens the text has: whether they are left out, and those that are not."""
-
-
-@asynccontextmanager
-async def open_engine(
-    model: str | Model,
-    *,
-    executor: Executor | None = None,
-    settings: EngineSettings | None = None,
-    name: str | None = None,
-    **overrides: Any,
-) -> AsyncIterator[Engine]:
-    """Load a model and run an engine for it as long as the block runs.
-
-    Args:
-        model: a catalogue name, a Hugging Face directory or name, a .gguf file, or a model
-            that is loaded already.
-        executor: runs the steps in place of the model.
-        settings: limits; `overrides` replace single fields of it.
-        name: what the engine is called; by default the model's name.
-
-    Yields:
-        The engine, ready.  At the end of the block every request that still runs ends.
-
-    Raises:
-        ModelLoadError: the model could not be found or loaded.
-        ConfigurationError: a setting is wrong.
-        EngineDead: the engine broke or hung; the block was cancelled.
-    """
-    settings = attrs.evolve(settings or EngineSettings(), **overrides)
-    async with run_engine(partial(load_core, model, executor, settings), settings, name=name) as engine:
-        yield engine
-
-
-@asynccontextmanager
-async def run_engine(
-    load: Load,
-    settings: EngineSettings,
-    *,
-    name: str | None = None,
-    drive: Drive = drive_in_thread,
-    **worker_options: Any,
-) -> AsyncIterator[Engine]:
-    """The nursery of an engine; `open_engine` with its parts exchangeable.
-
-    The worker and the watchdog are shielded: whatever happens to the block, the worker is
-    told to stop and waited for, and only the watchdog gives up on it.  Exceptions of the
-    block leave as they are; a broken engine leaves as one EngineDead.
-    """
-    engine = Engine(load, settings, name, **worker_options)
-    failure: BaseException | None = None
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(engine._work, drive)
-        nursery.start_soon(engine._watch)
-        try:
-            await engine._wait_until_loaded()
-            with engine._body_scope:
-                yield engine
-        except BaseException as error:
-            failure = error
-        finally:
-            nursery.cancel_scope.shield = True
-            engine._close()
-    try:
-        if engine._death is not None and (failure is None or is_echo(failure)):
-            raise engine._death
-        if failure is not None:
-            raise failure
-    finally:
-        del failure  # it would be in its own traceback, a cycle that keeps everything in it alive
-
-
-def is_echo(error: BaseException) -> bool:
-    """Whether an exception is only what a dead engine makes of those who used it."""
-    if isinstance(error, BaseExceptionGroup):
-        return error.split((trio.Cancelled, EngineDead))[1] is None
-    return isinstance(error, trio.Cancelled | EngineDead)
 
 
 class Engine:
@@ -141,8 +57,7 @@ class Engine:
     """Of the model, without the imports."""
     import_seconds: float
     """Of the libraries that loading needs, if they were not there already."""
-    _decoders: dict[_Shown, TokenDecoder]
-    _token_bytes: dict[_Shown, TokenBytes]
+    _decoders: Decoders
     _compiler: GrammarCompiler
 
     def __init__(self, load: Load, settings: EngineSettings, name: str | None, **worker_options: Any) -> None:
@@ -321,20 +236,9 @@ class Engine:
         self._counters.admitted += 1
         # a text that is complete ends, also for those who ignore end tokens
         eos_token_ids = frozenset() if params.ignore_eos and grammar is None else self.eos_token_ids
-        self._post(
-            Add(
-                Request(
-                    core_id,
-                    prompt_token_ids,
-                    params,
-                    eos_token_ids,
-                    generation.priority,
-                    generation.cache_salt,
-                    bad_words,
-                    grammar,
-                )
-            )
-        )
+        priority, salt = generation.priority, generation.cache_salt
+        request = Request(core_id, prompt_token_ids, params, eos_token_ids, priority, salt, bad_words, grammar)
+        self._post(Add(request))
 
     def _room_for(self, truncation: Truncation, max_tokens: int | None) -> Room:
         return room_for(
@@ -343,21 +247,6 @@ class Engine:
             max_tokens=max_tokens,
             max_characters=self._max_characters,
         )
-
-    def _decoder_for(self, params: SamplingParams) -> TokenDecoder:
-        shown = _shown(params)
-        known = self._decoders.get(shown)
-        if known is None:
-            skip, keep = shown
-            known = self._decoders[shown] = TokenDecoder(self.tokenizer, skip_special_tokens=skip, keep=keep)
-        return known
-
-    def _token_bytes_for(self, params: SamplingParams) -> TokenBytes:
-        shown = _shown(params)
-        known = self._token_bytes.get(shown)
-        if known is None:
-            known = self._token_bytes[shown] = TokenBytes(self.tokenizer, self._decoder_for(params))
-        return known
 
     def _post(self, command: Command) -> None:
         self._worker.post(command)
@@ -385,9 +274,8 @@ class Engine:
         self.max_model_len = min(limits + ([self.settings.max_model_len] if self.settings.max_model_len else []))
         self.vocab_size = core.executor.info.vocab_size
         self.batch_exact = core.executor.info.batch_exact
-        self._decoders = {_shown(SamplingParams()): TokenDecoder(model.tokenizer)}
+        self._decoders = Decoders(model.tokenizer)
         self._max_characters = self.max_model_len * longest_token(model.tokenizer)
-        self._token_bytes = {}
         self._compiler = GrammarCompiler(model.tokenizer, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids)
         return core
 
@@ -492,10 +380,6 @@ class Engine:
     def _raise_if_dead(self) -> None:
         if self._death is not None:
             raise _dead(self._death.message, self._death.__cause__)
-
-
-def _shown(params: SamplingParams) -> _Shown:
-    return params.skip_special_tokens, frozenset(params.keep_special_tokens if params.skip_special_tokens else ())
 
 
 def _dead(message: str, cause: BaseException | None) -> EngineDead:

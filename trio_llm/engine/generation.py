@@ -30,7 +30,7 @@ from trio_llm.engine.admission import (
     tokenize_bad_words,
     tokenize_truncated,
 )
-from trio_llm.engine.detokenizer import Detokenizer, StopMatcher, TokenDecoder
+from trio_llm.engine.choice import Choice, Delta, Track
 from trio_llm.engine.token_bytes import TokenBytes
 from trio_llm.engine.worker import Acknowledge, Finish
 from trio_llm.errors import TrioLLMError
@@ -38,25 +38,6 @@ from trio_llm.prompt.truncation import Dropped, Truncation
 
 if TYPE_CHECKING:
     from trio_llm.engine.engine import Engine
-
-
-@attrs.frozen
-class Delta:
-    """What is new for one choice.
-
-    The text may be empty while it is held back, and lags behind the tokens then.
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
-    """Set on the choice's last delta."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of token_ids, where the request asks for them."""
-
-    end_is_hidden: bool = False
-    """Whether the last of token_ids is an end token that is no part of the text."""
 
 
 @attrs.frozen
@@ -83,102 +64,6 @@ class Timings:
     """From there to its first token."""
     decode: float = 0.0
     """From its first token to its last."""
-
-
-@attrs.define(eq=False)
-class Choice:
-    """One continuation of the prompt, as far as it was made."""
-
-    index: int
-    token_ids: list[int] = attrs.field(factory=list)
-    finish_reason: FinishReason | None = None
-    logprobs: list[TokenLogprobs] = attrs.field(factory=list)
-    """One for each of token_ids, where the request asks for them."""
-    end_is_hidden: bool = False
-    """Whether the last of token_ids is an end token that is no part of the text."""
-    _pieces: list[str] = attrs.field(factory=list)
-
-    @property
-    def text(self) -> str:
-        if len(self._pieces) > 1:
-            self._pieces[:] = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
-
-    def extend(self, delta: Delta) -> None:
-        """Take in what is new."""
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.finish_reason = delta.finish_reason
-        self.end_is_hidden = delta.end_is_hidden
-        if delta.text:
-            self._pieces.append(delta.text)
-
-
-class _Track:
-    """A choice in the making: its text so far and its credit."""
-
-    def __init__(self, choice: Choice, decoder: TokenDecoder, prompt_token_ids: list[int], params: SamplingParams):
-        self.choice = choice
-        self.num_ahead = 0
-        """Tokens that the core gave and that were not acknowledged."""
-        self.num_taken = 0
-        """Of these, what the reader took."""
-        self.last_output: float | None = None
-        self._detokenizer = Detokenizer(decoder, prompt_token_ids)
-        self._matcher = StopMatcher(params.stop, include_match=params.include_stop_str_in_output)
-        self._shows_end = params.include_stop_str_in_output
-        self._min_tokens = params.min_tokens
-
-    def absorb(self, output: SequenceOutput) -> Delta:
-        """What an output of the core means for the reader: its tokens up to the first end."""
-        pieces = []
-        reason = None
-        num_kept = 0
-        end_is_hidden = False
-        ends = output.finish_reason is FinishReason.STOP
-        for token in output.token_ids:
-            num_kept += 1
-            if ends and num_kept == len(output.token_ids) and not self._shows_end:
-                end_is_hidden = True
-                break  # an end token is counted, but it is no text
-            late, own = self._detokenizer.push(token)
-            num_before = len(self.choice.token_ids) + num_kept - 1
-            piece, stopped = self._matcher.push(late, may_stop=self._may_stop(num_before))
-            pieces.append(piece)
-            if stopped:
-                num_kept -= 1
-            else:
-                piece, stopped = self._matcher.push(own, may_stop=self._may_stop(num_before + 1))
-                pieces.append(piece)
-            if stopped:
-                reason = FinishReason.STOP
-                break
-        if reason is None and output.finish_reason is not None:
-            tail, stopped = self.flush(num_kept)
-            pieces.append(tail)
-            reason = FinishReason.STOP if stopped else output.finish_reason
-        return Delta(
-            self.choice.index,
-            "".join(pieces),
-            output.token_ids[:num_kept],
-            reason,
-            output.logprobs[:num_kept],
-            end_is_hidden,
-        )
-
-    def flush(self, num_new: int = 0) -> tuple[str, bool]:
-        """The text held back, now that no token follows, and whether a stop string ends it.
-
-        Args:
-            num_new: tokens that the choice does not have yet.
-        """
-        may_stop = self._may_stop(len(self.choice.token_ids) + num_new)
-        text, stopped = self._matcher.push(self._detokenizer.flush(), may_stop=may_stop)
-        return (text, True) if stopped else (text + self._matcher.flush(), False)
-
-    def _may_stop(self, num_tokens: int) -> bool:
-        """Whether a stop string that is complete with so many tokens ends the choice."""
-        return num_tokens > self._min_tokens or self._min_tokens == 0
 
 
 class Generation:
@@ -233,7 +118,7 @@ class Generation:
         self._engine = engine
         self._prompt = prompt
         self._truncation = truncation
-        self._tracks: list[_Track] = []
+        self._tracks: list[Track] = []
         self._send: trio.MemorySendChannel[Delta] | None = None
         self._receive: trio.MemoryReceiveChannel[Delta] | None = None
         self._admitted_at = 0.0
@@ -369,7 +254,7 @@ class Generation:
     @property
     def token_bytes(self) -> TokenBytes:
         """What single tokens of the output stand for."""
-        return self._engine._token_bytes_for(self.params)
+        return self._engine._decoders.token_bytes(self.params)
 
     # --- for the engine ---
 
@@ -379,8 +264,8 @@ class Generation:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self._admitted_at = self._engine._worker.clock()
-        decoder = self._engine._decoder_for(params)
-        self._tracks = [_Track(choice, decoder, prompt_token_ids, params) for choice in self.choices]
+        decoder = self._engine._decoders.decoder(params)
+        self._tracks = [Track(choice, decoder, prompt_token_ids, params) for choice in self.choices]
 
     def _accept(self, output: SequenceOutput) -> None:
         """Take an output of the core.  May raise what the tokenizer raises."""
@@ -413,7 +298,7 @@ class Generation:
             if all(choice.finish_reason is not None for choice in self.choices):
                 self._end(delta.finish_reason)
 
-    def _give(self, track: _Track, delta: Delta) -> None:
+    def _give(self, track: Track, delta: Delta) -> None:
         assert self._send is not None
         track.choice.extend(delta)
         track.num_ahead += len(delta.token_ids)
@@ -423,7 +308,7 @@ class Generation:
         if self.on_arrival is not None:
             self.on_arrival()
 
-    def _time(self, track: _Track) -> None:
+    def _time(self, track: Track) -> None:
         now = self._last_token_at = self._engine._worker.clock()
         counters = self._engine._counters
         if not self._has_token:

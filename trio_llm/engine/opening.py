@@ -11,7 +11,8 @@ import trio
 
 from trio_llm.config import EngineSettings
 from trio_llm.engine.embedding import Embedder, open_embedder
-from trio_llm.engine.engine import Engine, open_engine
+from trio_llm.engine.engine import Engine
+from trio_llm.engine.nursery import open_engine
 from trio_llm.models.encoders import task_of
 
 

@@ -20,7 +20,8 @@ from trio_llm.config import EngineSettings
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.executor import Executor, FakeExecutor
 from trio_llm.core.sampling_params import SamplingParams
-from trio_llm.engine.engine import Engine, run_engine
+from trio_llm.engine.engine import Engine
+from trio_llm.engine.nursery import run_engine
 from trio_llm.engine.worker import Report, Worker
 
 

@@ -11,7 +11,8 @@ from typing import Self, TypeVar
 import attrs
 import trio
 
-from trio_llm.engine.generation import Delta, Generation
+from trio_llm.engine.choice import Delta
+from trio_llm.engine.generation import Generation
 from trio_llm.errors import RequestFailed, TrioLLMError
 
 T = TypeVar("T")

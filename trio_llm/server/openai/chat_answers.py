@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from trio_llm.engine.generation import Choice, Delta, Generation
+from trio_llm.engine.choice import Choice, Delta
+from trio_llm.engine.generation import Generation
 from trio_llm.prompt.events import (
     Event,
     ReasoningPiece,

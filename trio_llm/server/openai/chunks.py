@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 import orjson
 
-from trio_llm.engine.generation import Delta, Generation
+from trio_llm.engine.choice import Delta
+from trio_llm.engine.generation import Generation
 from trio_llm.errors import TrioLLMError
 from trio_llm.server.openai.error_bodies import body_of
 from trio_llm.server.openai.wire import (

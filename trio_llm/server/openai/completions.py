@@ -12,8 +12,9 @@ from trio_llm.config import ServerSettings
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.core.step import TokenLogprobs
 from trio_llm.engine.admission import Prompt
+from trio_llm.engine.choice import Delta
 from trio_llm.engine.engine import Engine
-from trio_llm.engine.generation import Delta, Generation
+from trio_llm.engine.generation import Generation
 from trio_llm.errors import InvalidRequest
 from trio_llm.prompt.fill_in_the_middle import fill_in_the_middle
 from trio_llm.server.http import this_app, this_exchange

@@ -11,8 +11,9 @@ from quart import Response
 from trio_llm.config import ServerSettings
 from trio_llm.core.sampling_params import SamplingParams, StructuredOutput
 from trio_llm.engine.admission import Prompt
+from trio_llm.engine.choice import Delta
 from trio_llm.engine.engine import Engine
-from trio_llm.engine.generation import Delta, Generation
+from trio_llm.engine.generation import Generation
 from trio_llm.errors import InvalidRequest
 from trio_llm.prompt.truncation import Policy, Truncation
 from trio_llm.server.exchange import Exchange

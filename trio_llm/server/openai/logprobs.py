@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 
 from trio_llm.core.step import TokenLogprobs
-from trio_llm.engine.generation import Choice, Delta
+from trio_llm.engine.choice import Choice, Delta
 from trio_llm.engine.token_bytes import TokenBytes
 from trio_llm.server.openai.wire import ChatLogprobs, PromptLogprobs, TextLogprobs, TokenLogprob
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trio_llm.engine.generation import Delta
+from trio_llm.engine.choice import Delta
 from trio_llm.prompt.events import Event, Message, ToolCallStart, collect
 from trio_llm.prompt.output_parser import OutputParser
 from trio_llm.server.openai.tools import Reading

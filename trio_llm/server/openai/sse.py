@@ -14,7 +14,7 @@ import trio
 from quart import Response
 from quart.wrappers.response import ResponseBody
 
-from trio_llm.engine.generation import Delta
+from trio_llm.engine.choice import Delta
 from trio_llm.errors import TrioLLMError
 from trio_llm.server.exchange import Exchange
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import attrs
 
 from trio_llm.core.sampling_params import SamplingParams
-from trio_llm.engine.generation import Delta, Generation
+from trio_llm.engine.choice import Delta
+from trio_llm.engine.generation import Generation
 from trio_llm.errors import InvalidRequest
 from trio_llm.prompt.output_parser import OutputParser
 from trio_llm.server.exchange import Exchange

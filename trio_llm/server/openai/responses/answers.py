@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import orjson
 
-from trio_llm.engine.generation import Delta
+from trio_llm.engine.choice import Delta
 from trio_llm.errors import TrioLLMError
 from trio_llm.prompt.events import Event, ReasoningPiece, TextPiece, ToolCallArguments, ToolCallStart
 from trio_llm.server.openai import wire as chat
