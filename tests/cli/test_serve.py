@@ -67,9 +67,24 @@ def test_a_dead_engine_leaves_without_waiting(monkeypatch):
 
 
 def test_process_settings(monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")  # leaves the environment as it is
     seen = []
     monkeypatch.setattr(serve.sys, "setswitchinterval", seen.append)
     serve._set_process(ServerSettings())
     assert seen == []
     serve._set_process(ServerSettings(switch_interval=0.001))
     assert seen == [0.001]
+
+
+def test_threads_spin_only_shortly_unless_the_environment_says_more(monkeypatch):
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    serve._set_process(ServerSettings())
+    assert serve.os.environ["GOMP_SPINCOUNT"] == "1"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    serve._set_process(ServerSettings())
+    assert serve.os.environ["GOMP_SPINCOUNT"] == str(serve.SPIN_COUNT)
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    serve._set_process(ServerSettings())
+    assert "GOMP_SPINCOUNT" not in serve.os.environ

@@ -1,0 +1,82 @@
+"""What int8 costs in quality: `python bench/quality.py --model smollm2 text.txt ...`.
+
+The texts are cut into windows, and each window is read twice: with the weights as they are, in
+float32, and with linear layers in int8 as `--quantization int8` computes them.  Reported are the
+perplexity of both and how often both would choose the same next token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from torch.nn import functional
+
+from trio_llm.config import EngineSettings
+from trio_llm.core.kernels import load
+from trio_llm.core.quantization import quantize
+from trio_llm.models.loader import load_model
+
+
+def windows(tokenizer: Any, texts: Sequence[str], length: int, limit: int | None) -> list[torch.Tensor]:
+    """The texts' tokens in windows of `length`, `limit` tokens at most; what is left of each text is dropped."""
+    found: list[torch.Tensor] = []
+    for text in texts:
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+        found += ids[: len(ids) // length * length].view(-1, length)
+    return found[: limit // length] if limit else found
+
+
+def read(model: Any, parts: Sequence[torch.Tensor]) -> tuple[float, torch.Tensor]:
+    """The mean surprise of a token in nats, and the likeliest token at each place."""
+    total, count, choices = 0.0, 0, []
+    with torch.inference_mode():
+        for part in parts:
+            logits = model(input_ids=part[None], use_cache=False).logits[0]
+            total += functional.cross_entropy(logits[:-1], part[1:], reduction="sum").item()
+            count += len(part) - 1
+            choices.append(logits.argmax(-1))
+    return total / count, torch.cat(choices)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", type=Path, nargs="+", help="text files")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--window", type=int, default=512, help="tokens that are read together")
+    parser.add_argument("--max-tokens", type=int, help="tokens of text to read at most")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    args = parser.parse_args(argv)
+
+    loaded = load_model(args.model, settings=EngineSettings(device="cpu", dtype="float32"))
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in args.texts]
+    parts = windows(loaded.tokenizer, texts, args.window, args.max_tokens)
+    if not parts:
+        parser.error(f"the texts are shorter than a window of {args.window} tokens")
+    exact, choices = read(loaded.model, parts)
+    quantize(loaded.model, load())
+    rounded, rounded_choices = read(loaded.model, parts)
+    figures = {
+        "model": args.model,
+        "tokens": sum(len(part) for part in parts),
+        "window": args.window,
+        "perplexity_float32": math.exp(exact),
+        "perplexity_int8": math.exp(rounded),
+        "perplexity_loss": math.exp(rounded - exact) - 1,
+        "greedy_agreement": (choices == rounded_choices).double().mean().item(),
+    }
+    for name, value in figures.items():
+        print(f"{name:20} {value:.4f}" if isinstance(value, float) else f"{name:20} {value}")
+    if args.json:
+        args.json.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
