@@ -94,7 +94,7 @@ def test_other_layers_stay_as_they_are(architecture: str) -> None:
 
 
 def test_a_layer_that_has_the_pattern_and_does_something_else_stays_as_it_is() -> None:
-    model = quantized("llama", fused=False)
+    model = quantized("llama", fused=False, num_hidden_layers=4)
     layer = model.model.model.layers[1]
 
     class Scaled(type(layer)):  # type: ignore[misc]
@@ -102,8 +102,16 @@ def test_a_layer_that_has_the_pattern_and_does_something_else_stays_as_it_is() -
             return hidden_states + 1.1 * (super().forward(hidden_states, *args, **kwargs) - hidden_states)
 
     layer.__class__ = Scaled
-    assert model.fuse_layers() == 1
+    assert model.fuse_layers() == 3
     assert type(layer) is Scaled
+    runs = [getattr(each, "run", None) and len(each.run.layers) for each in model.model.model.layers]
+    assert runs == [1, None, 2, None], "a run ends where a layer is not fused"
+    with torch.inference_mode():
+        own = model.model
+        found = paged_logits(model, TEXT)
+        own.set_attn_implementation("sdpa")
+        expected = own(input_ids=torch.tensor([TEXT], device=CPU), use_cache=False).logits[0]
+    assert is_near(found, expected)
 
 
 @pytest.mark.parametrize("architecture", FUSED)

@@ -1,17 +1,20 @@
-"""Decoder layers in one call of a kernel.
+"""All decoder layers in one call of a kernel.
 
 A step of one sequence makes some thirty small torch operations a layer, which take longer than
-its arithmetic.  A layer of the usual pattern (norm, attention with rotary embeddings, add, norm,
-gated SiLU, add), whichever model it belongs to, is therefore computed by one function.  The
-pattern is looked for in the layer's submodules and then proved: some tokens go through the
-layer's own forward and through ours, and a layer where the two differ stays as it is.
+its arithmetic.  Layers of the usual pattern (norm, attention with rotary embeddings, add, norm,
+gated SiLU, add), whichever model they belong to, are therefore computed by one function, those
+that follow each other in one call.  The pattern is looked for in a layer's submodules and then
+proved: some tokens go through the layer's own forward and through ours, and a layer where the two
+differ stays as it is.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -25,27 +28,43 @@ TOLERANCE = 2e-2
 that is rounded the other way moves its product by as much as half a percent."""
 
 
+@attrs.define(eq=False)
+class LayerRun:
+    """Layers that follow each other, each reading what the one before gave."""
+
+    layers: Sequence[nn.Module]
+    decoders: Sequence[Decoder]
+    kept: Sequence[Tensor]
+    """What the decoders point to."""
+    _array: ctypes.Array[Decoder] | None = None
+    _first_pages: PageLayer | None = None
+
+    def forward(self, first: PageLayer, hidden_states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """All layers, given the first one's pages."""
+        if self._array is None or first is not self._first_pages:  # all pages are allocated together
+            for layer, decoder in zip(self.layers, self.decoders, strict=True):
+                decoder.pages = getattr(layer.self_attn, LAYER_ATTRIBUTE).pages
+            self._array, self._first_pages = (Decoder * len(self.decoders))(*self.decoders), first
+        return first.backend.kernels.decoders(self._array, first.backend.spans, hidden_states, *rotation)
+
+
 class FusedLayer:
     """Stands before a decoder layer's own class; made by changing a layer's class.
 
-    Where attention is not ours, as in a part of PagedModel's probe, it is the layer's own forward.
+    The first of a run computes all of it, the others hand on.  Where attention is not ours, as in
+    a part of PagedModel's probe, each is the layer's own forward.
     """
 
-    decoder: Decoder
-    kept: Sequence[Tensor]
-    """What `decoder` points to."""
+    run: LayerRun | None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         attention: Any = self.self_attn  # type: ignore[attr-defined]
         pages = getattr(attention, LAYER_ATTRIBUTE, None)
         if not isinstance(pages, PageLayer) or attention.config._attn_implementation != IMPLEMENTATION:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        return _run(self.decoder, pages, hidden_states, kwargs["position_embeddings"])
-
-
-def _run(decoder: Decoder, layer: PageLayer, hidden_states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    decoder.pages = layer.pages
-    return layer.backend.kernels.decoder(decoder, layer.backend.spans, hidden_states, *rotation)
+        if self.run is None:
+            return hidden_states
+        return self.run.forward(pages, hidden_states, kwargs["position_embeddings"])
 
 
 def fuse(model: nn.Module, forward: Callable[[], object]) -> int:
@@ -54,10 +73,10 @@ def fuse(model: nn.Module, forward: Callable[[], object]) -> int:
     Args:
         forward: runs a few tokens through the model, over the pages of a PageBackend.
     """
-    count = 0
+    runs: list[LayerRun] = []
+    last: list[Any] = [None, None]  # what the last of them gave, and the rotation that it took
 
     def prove(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: Any) -> None:
-        nonlocal count
         rotation = kwargs.get("position_embeddings")
         if not (args and isinstance(own, Tensor) and isinstance(rotation, tuple)):
             return
@@ -65,12 +84,15 @@ def fuse(model: nn.Module, forward: Callable[[], object]) -> int:
         pages: PageLayer = getattr(layer.self_attn, LAYER_ATTRIBUTE)
         assert pages.how is not None, "the layer's own forward has just told it"
         decoder.rotary_dim, decoder.attention = rotation[0].shape[-1], pages.how
-        added, error = own - args[0], _run(decoder, pages, args[0], rotation) - own
-        if error.abs().max() <= TOLERANCE * added.abs().max():
-            changed: Any = layer
-            changed.decoder, changed.kept = decoder, kept
-            changed.__class__ = type(f"Fused{type(layer).__name__}", (FusedLayer, type(layer)), {})
-            count += 1
+        alone = LayerRun([layer], [decoder], kept)
+        added, error = own - args[0], alone.forward(pages, args[0], rotation) - own
+        if not error.abs().max() <= TOLERANCE * added.abs().max():
+            return
+        if runs and last[0] is args[0] and last[1] is rotation:
+            before = runs.pop()
+            alone = LayerRun([*before.layers, layer], [*before.decoders, decoder], [*before.kept, *kept])
+        runs.append(alone)
+        last[:] = own, rotation
 
     found = {layer: decoder for layer in model.modules() if (decoder := _decoder(layer)) is not None}
     hooks = [layer.register_forward_hook(prove, with_kwargs=True) for layer in found]
@@ -79,18 +101,19 @@ def fuse(model: nn.Module, forward: Callable[[], object]) -> int:
     finally:
         for hook in hooks:
             hook.remove()
-    return count
+    for run in runs:
+        for index, layer in enumerate(run.layers):
+            changed: Any = layer
+            changed.run = None if index else run
+            changed.__class__ = type(f"Fused{type(layer).__name__}", (FusedLayer, type(layer)), {})
+    return sum(len(run.layers) for run in runs)
 
 
 def _decoder(layer: nn.Module) -> tuple[Decoder, list[Tensor]] | None:
     """What the kernel must know of a layer, with what that points to; None if it has not the pattern."""
     parts = dict(layer.named_children())
-    if isinstance(layer, FusedLayer) or parts.keys() != {
-        "self_attn",
-        "mlp",
-        "input_layernorm",
-        "post_attention_layernorm",
-    }:
+    pattern = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    if isinstance(layer, FusedLayer) or parts.keys() != pattern:
         return None
     attention, mlp = dict(parts["self_attn"].named_children()), dict(parts["mlp"].named_children())
     head_norms = [attention.pop(name) for name in ("q_norm", "k_norm") if name in attention]

@@ -627,34 +627,46 @@ void trio_llm_attend(const Pages* pages, const Spans* spans, const Heads* querie
     }
 }
 
-void trio_llm_decoder(const Decoder* layer, const Spans* spans, const float* x, const float* cosines, const float* sines,
-                      float* out, int threads) {
-    const int64_t count = spans->num_tokens, width = layer->projections.inputs, inner = layer->down.inputs;
-    const int64_t heads = layer->attention.num_heads, kv_heads = layer->pages.num_heads;
-    const int64_t dim = layer->pages.key_dim, value_dim = layer->pages.value_dim, attended = heads * value_dim;
-    const int64_t projected = layer->projections.outputs, rotary = layer->rotary_dim;
-    const int64_t widest = attended > width ? (attended > inner ? attended : inner) : (width > inner ? width : inner);
-    const int64_t floats = count * (width + projected + attended + inner) + 4 * 16;
+// Layer after layer, in one parallel region.
+void trio_llm_decoders(const Decoder* layers, int64_t num_layers, const Spans* spans, const float* x,
+                       const float* cosines, const float* sines, float* out, int threads) {
+    const int64_t count = spans->num_tokens, width = layers->projections.inputs;
+    int64_t widest = width, most_projected = 0, most_attended = 0, most_inner = 0;
+    const auto raise = [](int64_t& most, int64_t to) { most = to > most ? to : most; };
+    for (int64_t i = 0; i < num_layers; i++) {
+        raise(most_projected, layers[i].projections.outputs);
+        raise(most_attended, layers[i].output.inputs);
+        raise(most_inner, layers[i].down.inputs);
+    }
+    raise(widest, most_attended);
+    raise(widest, most_inner);
+    const int64_t floats = count * (width + most_projected + most_attended + most_inner) + 4 * 16;
     scratch.reset(rows_bytes(count, widest) + floats * sizeof(float));
     const Rows whole = take_rows(count, widest);
     const auto rows = [&](int64_t of) { return Rows{whole.numbers, whole.scales, whole.offsets, groups_of(of)}; };
     float* normed = scratch.take<float>(count * width);
-    float* projections = scratch.take<float>(count * projected);
-    float* mixed = scratch.take<float>(count * attended);
-    float* gated = scratch.take<float>(count * inner);
-    const Heads queries{projections, projected, dim}, keys{projections + heads * dim, projected, dim};
-    const Heads values{projections + (heads + kv_heads) * dim, projected, value_dim};
+    float* projections = scratch.take<float>(count * most_projected);
+    float* mixed = scratch.take<float>(count * most_attended);
+    float* gated = scratch.take<float>(count * most_inner);
 #pragma omp parallel num_threads(threads)
-    {
-        norm_and_quantize(x, layer->norm_weights, layer->eps, width, count, normed, rows(width));
-        linear<Store::PLAIN>(layer->projections, rows(width), count, projections, projected);
+    for (int64_t i = 0; i < num_layers; i++) {
+        const Decoder& layer = layers[i];
+        const float* input = i == 0 ? x : out;
+        const int64_t inner = layer.down.inputs, attended = layer.output.inputs;
+        const int64_t projected = layer.projections.outputs, rotary = layer.rotary_dim;
+        const int64_t heads = layer.attention.num_heads, kv_heads = layer.pages.num_heads;
+        const int64_t dim = layer.pages.key_dim, value_dim = layer.pages.value_dim;
+        const Heads queries{projections, projected, dim}, keys{projections + heads * dim, projected, dim};
+        const Heads values{projections + (heads + kv_heads) * dim, projected, value_dim};
+        norm_and_quantize(input, layer.norm_weights, layer.eps, width, count, normed, rows(width));
+        linear<Store::PLAIN>(layer.projections, rows(width), count, projections, projected);
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < count; token++) {
             const float *cosine = cosines + token * rotary, *sine = sines + token * rotary;
             for (int64_t h = 0; h < heads + kv_heads; h++) {
                 float* head = projections + token * projected + h * dim;
-                const float* norm = h < heads ? layer->query_norm : layer->key_norm;
-                if (norm) rms_norm(head, norm, dim, layer->head_eps, head);
+                const float* norm = h < heads ? layer.query_norm : layer.key_norm;
+                if (norm) rms_norm(head, norm, dim, layer.head_eps, head);
                 for (int64_t d = 0; d < rotary / 2; d++) {
                     const float low = head[d], high = head[d + rotary / 2];
                     head[d] = low * cosine[d] - high * sine[d];
@@ -662,18 +674,18 @@ void trio_llm_decoder(const Decoder* layer, const Spans* spans, const float* x, 
                 }
             }
         }
-        write(layer->pages, *spans, keys, values);
-        attend(layer->pages, *spans, queries, layer->attention, mixed);
+        write(layer.pages, *spans, keys, values);
+        attend(layer.pages, *spans, queries, layer.attention, mixed);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < count; row++) {
-            std::memcpy(out + row * width, x + row * width, width * sizeof(float));
+            if (i == 0) std::memcpy(out + row * width, x + row * width, width * sizeof(float));
             rows(attended).take(row, mixed + row * attended, attended);
         }
-        linear<Store::ADD>(layer->output, rows(attended), count, out, width);
-        norm_and_quantize(out, layer->next_norm_weights, layer->next_eps, width, count, normed, rows(width));
-        linear<Store::GATED>(layer->gate_up, rows(width), count, gated, inner);
+        linear<Store::ADD>(layer.output, rows(attended), count, out, width);
+        norm_and_quantize(out, layer.next_norm_weights, layer.next_eps, width, count, normed, rows(width));
+        linear<Store::GATED>(layer.gate_up, rows(width), count, gated, inner);
         quantize_rows(gated, inner, inner, count, rows(inner));
-        linear<Store::ADD>(layer->down, rows(inner), count, out, width);
+        linear<Store::ADD>(layer.down, rows(inner), count, out, width);
     }
 }
 }

@@ -146,8 +146,8 @@ class Kernels:
             c_void_p,
             c_int,
         )
-        self._decoder = function(
-            "decoder", POINTER(Decoder), POINTER(Spans), c_void_p, c_void_p, c_void_p, c_void_p, c_int
+        self._decoders = function(
+            "decoders", POINTER(Decoder), c_int64, POINTER(Spans), c_void_p, c_void_p, c_void_p, c_void_p, c_int
         )
 
     def pack(self, weight: Tensor, packed: Tensor, *, first: int = 0, step: int = 1) -> Linear:
@@ -192,8 +192,10 @@ class Kernels:
             torch.get_num_threads(),
         )
 
-    def decoder(self, layer: Decoder, spans: Spans, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """A decoder layer.
+    def decoders(
+        self, layers: ctypes.Array[Decoder], spans: Spans, x: Tensor, cosines: Tensor, sines: Tensor
+    ) -> Tensor:
+        """Decoder layers, one after the other.
 
         Args:
             x: (1, tokens, width), contiguous.
@@ -201,8 +203,9 @@ class Kernels:
         """
         out = torch.empty_like(x)
         _pad(out, spans)
-        self._decoder(
-            byref(layer),
+        self._decoders(
+            layers,
+            len(layers),
             byref(spans),
             x.data_ptr(),
             cosines.data_ptr(),
