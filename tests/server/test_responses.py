@@ -9,6 +9,7 @@ import pytest
 
 from tests.server.scripted import CALLING, INFO, THINKING, saying
 from trio_llm.core.executor import FakeExecutor
+from trio_llm.engine.simulation import FakeModel
 from trio_llm.server.openai import compatibility
 from trio_llm.server.openai.responses.store import ResponseStore, StoredResponse
 from trio_llm.server.openai.wire import Message
@@ -77,6 +78,7 @@ def comparable(response):
     for item in body["output"]:
         if item["type"] == "function_call":
             item["call_id"] = "CALL"
+    body["completed_at"] = body["completed_at"] is not None
     body["usage"]["input_tokens_details"]["cached_tokens"] = 0
     return body
 
@@ -377,3 +379,22 @@ def test_a_store_is_bounded_in_bytes_too(monkeypatch):
 
 def test_the_tables_are_in_the_document():
     assert "POST /v1/responses" in compatibility.render()
+
+
+async def test_what_the_specification_asks_for_is_there(serving):
+    async with serving(model=FakeModel(eos_token_ids=[0])) as server:
+        server.executor.next_token = lambda context, index: 97
+        fields = {"model": "fake", "input": "hi", "safety_identifier": "me", "prompt_cache_key": "mine"}
+        body = (await server.ask("POST", "/v1/responses", {**fields, "max_output_tokens": 3})).json
+        assert (body["status"], body["completed_at"]) == ("incomplete", None)
+        assert (body["safety_identifier"], body["prompt_cache_key"]) == ("me", "mine")
+        assert (body["presence_penalty"], body["frequency_penalty"]) == (0, 0)
+        server.executor.next_token = lambda context, index: 0
+        body = (await server.ask("POST", "/v1/responses", {"model": "fake", "input": "hi"})).json
+        assert body["status"] == "completed" and body["completed_at"] >= body["created_at"]
+
+
+async def test_other_endpoints_of_theirs_are_not_here(serving):
+    async with serving() as server:
+        answer = await server.ask("POST", "/v1/responses/compact", {"model": "fake", "input": "hi"})
+        assert (answer.status, answer.json["error"]["code"]) == (404, "not_found")

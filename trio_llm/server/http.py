@@ -32,19 +32,27 @@ logger = structlog.get_logger(__name__)
 _SCOPE_KEY = "trio_llm.exchange"
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _API_VERSION = b"2020-10-01"
+_BODY_GRACE = 1.0
+"""Seconds that an early answer waits for the rest of its request."""
 _NOT_TRIO = "trio_llm runs under Trio: start it with `hypercorn -k trio`"
+
+
+_ENDLESS = {408, 413}
+"""Statuses of requests whose rest nobody waits for."""
 
 
 class _HTTPConnection(TrioASGIHTTPConnection):
     """One request: holds its Exchange open around everything that handles and answers it.
 
-    It stands between server and framework, where only messages of ASGI pass, and minds two of them:
+    It stands between server and framework, where only messages of ASGI pass, and minds three of them:
 
     * A disconnect reaches the engine first, synchronously: the handler may be stuck in a write that
       does not feel its cancellation.
     * The disconnect that follows every finished response is kept from quart-trio, which would cancel
       the nursery in which the connection is being recycled just then: no idle connection could be
       closed properly, and `Connection: close` would not be honoured.
+    * An answer that comes before the whole request (a 404 needs no body) ends the connection.  It waits
+      a moment for the rest, else it says so: a client that was not told would see its next request fail.
     """
 
     app: App
@@ -54,10 +62,13 @@ class _HTTPConnection(TrioASGIHTTPConnection):
         exchange.echoed_id = _client_request_id(self.scope["headers"]) or exchange.request_id
         cast(dict[str, Any], self.scope)[_SCOPE_KEY] = exchange
         finished = gone = False
+        body_ended = trio.Event()
 
         async def watched_receive() -> Any:
             nonlocal gone
             message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body", False):
+                body_ended.set()
             if message["type"] == "http.disconnect":
                 if finished:
                     await trio.sleep_forever()  # until the handler returns
@@ -74,7 +85,10 @@ class _HTTPConnection(TrioASGIHTTPConnection):
                     *_common_headers(exchange),
                     *self.app.cors.headers(self.scope["headers"]),
                 ]
-                if self.app.lifecycle.draining:
+                if message["status"] not in _ENDLESS:
+                    with trio.move_on_after(_BODY_GRACE):
+                        await body_ended.wait()
+                if self.app.lifecycle.draining or not body_ended.is_set():
                     headers.append((b"connection", b"close"))
                 message = {**message, "headers": headers}
             elif message["type"] == "http.response.body" and not message.get("more_body", False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,6 +71,7 @@ class ResponseAnswer:
         self._done: list[wire.OutputItem] = []
         self._open: _Open | None = None
         self._status: wire.Status = "in_progress"
+        self._completed_at: int | None = None
         self._error: wire.ResponseFailure | None = None
         self._sequence_number = 0
 
@@ -94,6 +96,8 @@ class ResponseAnswer:
     def closing(self, index: int, finish_reason: str, *, is_last: bool) -> bytes:
         """How it ended."""
         self._status = _ENDINGS.get(finish_reason, "completed")
+        if self._status == "completed":
+            self._completed_at = int(time.time())
         return self._close("completed" if self._status == "completed" else "incomplete")
 
     def end(self) -> bytes:
@@ -121,6 +125,7 @@ class ResponseAnswer:
         return wire.Response(
             id=self.id,
             created_at=self._turn.identity.created,
+            completed_at=self._completed_at,
             status=status,
             error=self._error,
             incomplete_details=wire.IncompleteDetails() if status == "incomplete" else None,
@@ -131,7 +136,9 @@ class ResponseAnswer:
             output=[*self._done, *([] if self._open is None else [self._open.item("in_progress")])],
             parallel_tool_calls=body.parallel_tool_calls,
             previous_response_id=body.previous_response_id,
+            prompt_cache_key=body.prompt_cache_key,
             reasoning={"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            safety_identifier=body.safety_identifier,
             store=self._store,
             temperature=1.0 if params.temperature is None else params.temperature,
             text={"format": _format(body.text)},

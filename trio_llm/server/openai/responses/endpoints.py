@@ -5,6 +5,7 @@ from __future__ import annotations
 from weakref import WeakKeyDictionary
 
 from quart import Blueprint, Response, request
+from werkzeug.routing import BaseConverter
 
 from trio_llm.errors import InvalidRequest
 from trio_llm.server.http import App, this_app, this_exchange
@@ -23,6 +24,15 @@ from trio_llm.server.openapi import Operation
 blueprint = Blueprint("responses", __name__)
 
 PREFIX = "resp_"
+
+
+class _ResponseID(BaseConverter):
+    """What else stands behind /v1/responses/ is an endpoint that is not here."""
+
+    regex = f"{PREFIX}[^/]+"
+
+
+blueprint.record(lambda state: state.app.url_map.converters.update(response=_ResponseID))
 
 _stores: WeakKeyDictionary[App, ResponseStore] = WeakKeyDictionary()
 
@@ -101,7 +111,7 @@ def _history(store: ResponseStore, response_id: str) -> list[chat.Message]:
     return list(store.get(response_id, field="previous_response_id").history)
 
 
-@blueprint.get("/v1/responses/<response_id>")
+@blueprint.get("/v1/responses/<response:response_id>")
 @Operation(answer=wire.Response)
 async def get_response(response_id: str) -> Response:
     """A response that is stored, or is being made."""
@@ -113,7 +123,7 @@ async def get_response(response_id: str) -> Response:
     return Response(store.get(response_id).body, content_type="application/json")
 
 
-@blueprint.get("/v1/responses/<response_id>/input_items")
+@blueprint.get("/v1/responses/<response:response_id>/input_items")
 @Operation(answer=wire.InputItemList)
 async def input_items(response_id: str) -> Response:
     """The input of a response that is stored, in its order; all of it."""
@@ -121,7 +131,7 @@ async def input_items(response_id: str) -> Response:
     return _json(wire.InputItemList(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
 
 
-@blueprint.delete("/v1/responses/<response_id>")
+@blueprint.delete("/v1/responses/<response:response_id>")
 @Operation(answer=wire.DeletedResponse)
 async def delete_response(response_id: str) -> Response:
     """Forget a response."""
@@ -129,7 +139,7 @@ async def delete_response(response_id: str) -> Response:
     return _json(wire.DeletedResponse(id=response_id))
 
 
-@blueprint.post("/v1/responses/<response_id>/cancel")
+@blueprint.post("/v1/responses/<response:response_id>/cancel")
 @Operation(answer=wire.Response)
 async def cancel_response(response_id: str) -> Response:
     """End a response that is being made; gives it as it stands.  Whoever waits for it gets what there is."""

@@ -108,6 +108,8 @@ class ResponseRequest:
     priority: int = 0
     cache_salt: str = ""
     chat_template_kwargs: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     stream: bool = False
 
 
@@ -194,6 +196,7 @@ class Response:
     id: str
     object: Literal["response"] = "response"
     created_at: int
+    completed_at: int | None
     status: Status
     background: Literal[False] = False
     error: ResponseFailure | None = None
@@ -205,8 +208,12 @@ class Response:
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
+    presence_penalty: float = 0
+    frequency_penalty: float = 0
     previous_response_id: str | None
+    prompt_cache_key: str | None
     reasoning: dict[str, Any]
+    safety_identifier: str | None
     service_tier: Literal["default"] = "default"
     store: bool
     temperature: float
