@@ -211,9 +211,10 @@ struct Linear {
 
 enum class Store { PLAIN, ADD, GATED };
 
-// R rows times two neighbouring tiles
+// R rows times two neighbouring tiles; `ahead`, what is read next, is fetched meanwhile
 template <int R>
-void multiply(const Rows& rows, int64_t row, const Group* left, const Group* right, float (*out)[2 * TILE]) {
+void multiply(const Rows& rows, int64_t row, const Group* left, const Group* right, const char* ahead,
+              float (*out)[2 * TILE]) {
     const int64_t groups = rows.groups;
     Floats total[R][2] = {};
     for (int64_t g = 0; g < groups; g++) {
@@ -224,11 +225,16 @@ void multiply(const Rows& rows, int64_t row, const Group* left, const Group* rig
             inputs[r] = rows.numbers + place * GROUP;
             part[r][0] = part[r][1] = Ints{} + rows.offsets[place];
         }
-        for (int k = 0; k < GROUP / 4; k++)
+        for (int k = 0; k < GROUP / 4; k++) {
+            __builtin_prefetch(ahead);
+            __builtin_prefetch(ahead + 64);
+            ahead += 128;
             for (int r = 0; r < R; r++) {
                 part[r][0] = dot4(part[r][0], left[g].weights[k], inputs[r] + 4 * k);
                 part[r][1] = dot4(part[r][1], right[g].weights[k], inputs[r] + 4 * k);
             }
+        }
+        ahead += 2 * (sizeof(Group) - GROUP * TILE);
         const Floats scales[2] = {load<Floats>(left[g].scales), load<Floats>(right[g].scales)};
         for (int r = 0; r < R; r++)
             for (int t = 0; t < 2; t++)
@@ -244,23 +250,28 @@ void multiply(const Rows& rows, int64_t row, const Group* left, const Group* rig
 template <Store STORE> void linear(const Linear& layer, const Rows& rows, int64_t count, float* out, int64_t stride) {
     constexpr int MOST = 6;  // with two tiles, what fits the registers of AVX-512
     const int64_t tiles = (layer.outputs + TILE - 1) / TILE, pairs = (tiles + 1) / 2;
-#pragma omp for schedule(dynamic, 2)
+    // a thread takes neighbouring pairs, a few times over: the next is mostly its own, and no thread waits for long
+    const int64_t share = pairs / 16 + 1;
+#pragma omp for schedule(dynamic, share)
     for (int64_t pair = 0; pair < pairs; pair++) {
         const int64_t step = layer.step * rows.groups;
         const Group* left = layer.tiles + 2 * pair * step;
         const Group* right = 2 * pair + 1 < tiles ? left + step : left;
         const int64_t first = 2 * TILE * pair;
         const int64_t width = layer.outputs - first < 2 * TILE ? layer.outputs - first : 2 * TILE;
-        for (int64_t row = 0; row < count; row += MOST) {
+        int64_t turns = (count + MOST - 1) / MOST;
+        for (int64_t row = 0, num; row < count; row += num) {
             float made[MOST][2 * TILE];
-            const int64_t num = count - row < MOST ? count - row : MOST;
+            num = (count - row + turns - 1) / turns;  // alike in all turns: one of few rows would wait for memory only
+            turns--;
+            const char* ahead = (const char*)(row + num < count ? left : left + 2 * step);
             switch (num) {
-                case 1: multiply<1>(rows, row, left, right, made); break;
-                case 2: multiply<2>(rows, row, left, right, made); break;
-                case 3: multiply<3>(rows, row, left, right, made); break;
-                case 4: multiply<4>(rows, row, left, right, made); break;
-                case 5: multiply<5>(rows, row, left, right, made); break;
-                default: multiply<6>(rows, row, left, right, made);
+                case 1: multiply<1>(rows, row, left, right, ahead, made); break;
+                case 2: multiply<2>(rows, row, left, right, ahead, made); break;
+                case 3: multiply<3>(rows, row, left, right, ahead, made); break;
+                case 4: multiply<4>(rows, row, left, right, ahead, made); break;
+                case 5: multiply<5>(rows, row, left, right, ahead, made); break;
+                default: multiply<6>(rows, row, left, right, ahead, made);
             }
             for (int64_t r = 0; r < num; r++) {
                 float* to = out + (row + r) * stride;
