@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from trio_llm.core import sampler
+from trio_llm.core.kernels import load
 from trio_llm.core.sampler import MAX_SORTED, Draw, exponential, noise_key, sample
 from trio_llm.core.sampling_params import SamplingParams
 
@@ -373,3 +374,44 @@ def test_a_row_that_is_not_finite_has_no_token_and_the_others_have_theirs(bad: f
 
 def test_the_border_of_picking_out_is_where_the_tests_think() -> None:
     assert MAX_SORTED == 1024
+
+
+QUICK = [{}, {"top_p": 0.95}, {"top_p": 0.3}, {"min_p": 0.1}, {"top_p": 0.9, "min_p": 0.05}, {"top_p": 0.999}]
+
+
+@pytest.mark.parametrize("vocab_size", [5000, 37, 16, 1])
+@pytest.mark.parametrize("temperature", [0.8, 1.5, 1e-6])
+def test_the_kernel_draws_what_torch_draws(vocab_size: int, temperature: float) -> None:
+    kernels = load() or pytest.skip("there is no C++ compiler here")
+    generator = torch.Generator().manual_seed(vocab_size)
+    num_apart = 0
+    for fields in QUICK:
+        logits = torch.randn(40, vocab_size, generator=generator) * 3
+        logits[5] = 1.0
+        logits[6, 3:] = -torch.inf
+        logits[7] = logits[7].round()
+        logits[8, 0] = torch.nan
+        draws = [
+            Draw(
+                SamplingParams(temperature=temperature, **fields).resolved(SamplingParams(), max_tokens=3, seed=row),
+                0,
+                row,
+            )
+            for row in range(40)
+        ]
+        ours, torchs = sample(logits.clone(), draws, kernels), sample(logits.clone(), draws)
+        assert ours[8] is None
+        num_apart += sum(one != other for one, other in zip(ours, torchs, strict=True))
+    assert num_apart <= 1, "rounding may decide one in hundreds"
+
+
+def test_rows_of_all_kinds_share_a_batch_with_the_kernels() -> None:
+    kernels = load() or pytest.skip("there is no C++ compiler here")
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(9))
+    kinds = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 4}, {"temperature": 1.0, "typical_p": 0.5},
+             {"temperature": 0.7, "top_p": 0.5}, {"temperature": 1.0, "top_k": -1}]  # fmt: skip
+    draws = [
+        Draw(SamplingParams(**kind).resolved(SamplingParams(), max_tokens=3, seed=row), 0, row)
+        for row, kind in enumerate(kinds)
+    ]
+    assert sample(logits.clone(), draws, kernels) == sample(logits.clone(), draws)

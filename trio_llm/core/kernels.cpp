@@ -1,5 +1,5 @@
 // What torch lacks on a CPU, for a few rows at a time: int8 linear layers, attention that reads the
-// pages of the KV memory in place, and a decoder layer of both in one go.
+// pages of the KV memory in place, decoder layers of both in one go, and the race that draws a token.
 //
 // core/kernels.py compiles this file at first use and says what the functions at its end do.
 // Vectors are the compiler's own (vector_size), so it builds for any CPU; only `dot4` and `fma`
@@ -30,9 +30,11 @@ namespace {
 template <int W> struct Lanes {
     typedef float F __attribute__((vector_size(4 * W), aligned(4)));
     typedef int32_t I __attribute__((vector_size(4 * W), aligned(4)));
+    typedef uint32_t U __attribute__((vector_size(4 * W), aligned(4)));
 };
 using Floats = Lanes<16>::F;
 using Ints = Lanes<16>::I;
+using Words = Lanes<16>::U;
 
 constexpr int TILE = 16;   // outputs of a linear layer that are computed side by side
 constexpr int GROUP = 64;  // inputs that share a scale
@@ -89,6 +91,25 @@ template <int W> typename Lanes<W>::F exp(typename Lanes<W>::F x) {
     F scale;
     std::memcpy(&scale, &power, sizeof scale);
     return x < -87.0f ? F{} : p * scale;
+}
+
+// The natural logarithm of a number above 0, to within two units in the last place (Cephes' logf).
+Floats log(Floats x) {
+    Ints bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    Floats exponent = __builtin_convertvector((bits >> 23) - 126, Floats);
+    bits = (bits & 0x007fffff) | 0x3f000000;
+    Floats m;
+    std::memcpy(&m, &bits, sizeof m);  // from 0.5 to 1
+    const Ints low = m < 0.707106781f;
+    m = low ? m + m - 1.0f : m - 1.0f;
+    exponent = low ? exponent - 1.0f : exponent;
+    Floats p = Floats{} + 7.0376836292e-2f;
+    for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                    2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
+        p = fma(p, m, Floats{} + c);
+    p = fma(m * m, fma(p, m, Floats{} - 0.5f), exponent * -2.12194440e-4f);
+    return fma(exponent, Floats{} + 0.693359375f, m + p);
 }
 
 float exp(float x) { return exp<1>(Lanes<1>::F{x})[0]; }
@@ -582,9 +603,108 @@ void attend(const Pages& pages, const Spans& spans, const Heads& queries, const 
     else attend_with<1>(pages, spans, queries, how, out);
 }
 
+// ---- sampling ----
+
+// A 32-bit integer hash with low bias (Chris Wellons' public-domain "hash-prospector").
+Words mix(Words x) {
+    x ^= x >> 16;
+    x *= 0x21F0AAADu;
+    x ^= x >> 15;
+    x *= 0xD35A2D97u;
+    return x ^ (x >> 15);
+}
+
+// Exponential noise for vocabulary ids, as core/sampler.py makes it.
+Floats exponential(Words ids, const int32_t* key) {
+    const Words bits = mix(mix(ids ^ (uint32_t)key[0]) ^ (uint32_t)key[1]) & 0x7fffffffu;
+    Floats uniform = (__builtin_convertvector((Ints)bits, Floats) + 0.5f) * 0x1p-31f;
+    uniform = uniform > 1.0f - 0x1p-24f ? Floats{} + (1.0f - 0x1p-24f) : uniform;
+    const Floats rest = 1.0f - uniform;  // and what that lost in rounding:
+    return -(log(rest) + ((1.0f - rest) - uniform) / rest);
+}
+
+struct Winner {
+    Floats best = Floats{} + INFINITY;
+    Ints place{};
+
+    void see(Floats race, Ints at) {
+        const Ints better = race < best;
+        best = better ? race : best;
+        place = better ? at : place;
+    }
+    int64_t get() const {
+        int64_t found = 0;
+        for (int i = 1; i < TILE; i++)
+            if (best[i] < best[found] || (best[i] == best[found] && place[i] < place[found])) found = i;
+        return place[found];
+    }
+};
+
+// The winner of the race among the candidates of one row that top_p and min_p leave; see core/sampler.py.
+int64_t draw(const float* logits, int64_t size, float temperature, float top_p, float min_p, const int32_t* key) {
+    static thread_local std::vector<float> memory;
+    const int64_t steps = (size + TILE - 1) / TILE;
+    memory.resize(2 * steps * TILE);
+    float *weights = memory.data(), *race = weights + steps * TILE;
+    Floats most = Floats{} + NEG_INF;
+    for (int64_t s = 0; s < steps; s++) {
+        Floats v = Floats{} + NEG_INF;
+        std::memcpy(&v, logits + s * TILE, (s + 1 < steps ? TILE : size - s * TILE) * sizeof(float));
+        store(weights + s * TILE, v);
+        most = v > most ? v : most;
+    }
+    const float top = largest<TILE>(most), inverse = 1.0f / temperature;
+    Ints lanes{};
+    for (int i = 0; i < TILE; i++) lanes[i] = i;
+    Floats total{};
+    Winner winner;
+    for (int64_t s = 0; s < steps; s++) {
+        const Ints ids = lanes + (int32_t)(s * TILE);
+        const Floats weight = exp<TILE>((load<Floats>(weights + s * TILE) - top) * inverse);
+        Floats r = exponential((Words)ids, key) / weight;  // infinite where the weight is 0
+        r = weight >= min_p ? r : Floats{} + INFINITY;
+        store(weights + s * TILE, weight);
+        store(race + s * TILE, r);
+        total += weight;
+        winner.see(r, ids);
+    }
+    const float limit = top_p * sum<TILE>(total);
+    for (;;) {
+        const int64_t place = winner.get();
+        if (top_p >= 1.0f) return place;
+        // may it stand?  Only if what is likelier, or as likely and before it, has less mass than top_p
+        const float own = weights[place];
+        const auto ahead = [&](Floats weight, Ints ids) {
+            return (weight > own) | ((weight == own) & (ids < (int32_t)place));
+        };
+        Floats mass{};
+        for (int64_t s = 0; s < steps; s++) {
+            const Floats weight = load<Floats>(weights + s * TILE);
+            mass += ahead(weight, lanes + (int32_t)(s * TILE)) ? weight : Floats{};
+        }
+        const float before = sum<TILE>(mass);
+        if (before < limit || before == 0.0f) return place;
+        winner = {};
+        for (int64_t s = 0; s < steps; s++) {  // it leaves, with all that come after it
+            const Ints ids = lanes + (int32_t)(s * TILE);
+            const Floats stays = ahead(load<Floats>(weights + s * TILE), ids) ? load<Floats>(race + s * TILE)
+                                                                             : Floats{} + INFINITY;
+            store(race + s * TILE, stays);
+            winner.see(stays, ids);
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
+
+void trio_llm_draw(const float* logits, int64_t size, int64_t count, const int64_t* rows, const float* temperatures,
+                   const float* top_ps, const float* min_ps, const int32_t* keys, int64_t* tokens, int threads) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int64_t i = 0; i < count; i++)
+        tokens[i] = draw(logits + rows[i] * size, size, temperatures[i], top_ps[i], min_ps[i], keys + 2 * i);
+}
 
 // A decoder layer that norms, attends and adds, then norms, feeds forward and adds.
 struct Decoder {

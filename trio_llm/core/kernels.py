@@ -20,8 +20,11 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from array import array
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,6 +138,7 @@ class Kernels:
 
         self._pack = function("pack", c_void_p, c_int64, c_int64, c_int64, c_void_p)
         self._linear = function("linear", POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int)
+        self._draw = function("draw", c_void_p, c_int64, c_int64, *[c_void_p] * 6, c_int)
         self._attend = function(
             "attend",
             POINTER(Pages),
@@ -161,6 +165,31 @@ class Kernels:
         tiles = packed[first].data_ptr()
         self._pack(whole.data_ptr(), outputs, inputs, step, tiles)
         return Linear(tiles, None, inputs, outputs, step)
+
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        keys: Sequence[tuple[int, int]],
+        temperatures: Sequence[float],
+        top_ps: Sequence[float],
+        min_ps: Sequence[float],
+    ) -> list[int]:
+        """The winners of the race that core/sampler.py describes, for some rows of logits (any, vocab), contiguous.
+
+        Args:
+            keys: noise keys.
+            top_ps: 1 for none.
+            min_ps: 0 for none.
+        """
+        places = array("q", rows)
+        floats = [array("f", values) for values in (temperatures, top_ps, min_ps)]
+        words = array("i", [word for key in keys for word in key])
+        tokens = array("q", bytes(8 * len(places)))
+        arrays: list[array[Any]] = [places, *floats, words, tokens]
+        addresses = [numbers.buffer_info()[0] for numbers in arrays]
+        self._draw(logits.data_ptr(), logits.shape[-1], len(places), *addresses, torch.get_num_threads())
+        return tokens.tolist()
 
     def linear(self, layer: Linear, rows: Tensor) -> Tensor:
         """(count, inputs) -> (count, outputs); rows contiguous."""

@@ -22,6 +22,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from trio_llm.core.kernels import Kernels
 from trio_llm.core.sampling_params import SamplingParams
 
 MAX_SORTED = 1024
@@ -42,12 +43,13 @@ class Draw:
     output_index: int
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None) -> list[int | None]:
     """Choose one token for each row.
 
     Args:
         logits: (rows, vocab), float32.
         draws: one for each row.
+        kernels: draw with these where they can, which is quicker; now and then rounding gives another token.
 
     Returns:
         A token for each row; None where the largest logit is not finite: a NaN, an infinity, or nothing left to choose.
@@ -56,8 +58,28 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     finite = logits.gather(-1, tokens[:, None]).isfinite().squeeze(-1).tolist()
     random = [row for row, draw in enumerate(draws) if draw.params.temperature and finite[row]]
     if random:
+        quick = [] if kernels is None else [row for row in random if _is_plain(draws[row].params)]
+        if kernels is not None and quick:
+            tokens[quick] = torch.tensor(_draw_quickly(logits, draws, quick, kernels), device=tokens.device)
+            random = sorted(set(random) - set(quick))
         _sample_random(logits, draws, random, tokens)
     return [token if chosen else None for token, chosen in zip(tokens.tolist(), finite, strict=True)]
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    return (params.top_k or 0) <= 0 and (params.typical_p or 1.0) >= 1
+
+
+def _draw_quickly(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], kernels: Kernels) -> list[int]:
+    params = [draws[row].params for row in rows]
+    return kernels.draw(
+        logits.contiguous(),
+        rows,
+        [noise_key(draws[row]) for row in rows],
+        [max(p.temperature or 0.0, 1e-30) for p in params],
+        [1.0 if p.top_p is None else p.top_p for p in params],
+        [p.min_p or 0.0 for p in params],
+    )
 
 
 def _sample_random(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], tokens: Tensor) -> None:

@@ -16,6 +16,7 @@ from trio_llm.core.faults import without_frames
 from trio_llm.core.logits import Edits, Rewriter
 from trio_llm.core.logprobs import token_logprobs
 from trio_llm.core.model import PagedModel, SpanInput
+from trio_llm.core.page_attention import PageBackend
 from trio_llm.core.sampler import Draw, sample
 from trio_llm.core.step import Row, SamplingTask, StepPlan, StepResult, TokenLogprobs
 
@@ -65,6 +66,7 @@ class TorchExecutor:
         vocab_size: int | None = None,
     ) -> None:
         self._model = model
+        self._kernels = model.backend.kernels if isinstance(model.backend, PageBackend) else None
         self._sequences: dict[int, _SequenceState] = {}
         self._info = ExecutorInfo(
             num_blocks=num_blocks,
@@ -165,7 +167,7 @@ class TorchExecutor:
             reported = [number for number, draw in enumerate(draws) if draw.params.logprobs is not None]
             own = logits[reported] if reported else logits[:0]
             self._edits(rows, failures).apply(logits)
-            tokens = sample(logits, draws)
+            tokens = sample(logits, draws, self._kernels)
             found = token_logprobs(
                 own,
                 [tokens[number] or 0 for number in reported],
