@@ -65,6 +65,7 @@ async def test_stop_token(open_fake: OpenFake, check_free: CheckFree) -> None:
         async with engine.generate("hello", stop_token_ids=[ord(";")]) as generation:
             await read(generation)
         assert (generation.text, generation.finish_reason) == ("one", "stop")
+        assert generation.choices[0].stop_string is None
         assert generation.usage.completion_tokens == 4
         await check_free(engine)
 
@@ -75,6 +76,7 @@ async def test_stop_string(open_fake: OpenFake, check_free: CheckFree) -> None:
             deltas = await read(generation)
         assert generation.text == "".join(delta.text for delta in deltas) == "abcX"
         assert generation.finish_reason == "stop"
+        assert generation.choices[0].stop_string == deltas[-1].stop_string == "YZ"
         assert generation.usage.completion_tokens == 6
         await check_free(engine)
         statistics = engine.statistics()

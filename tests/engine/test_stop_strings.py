@@ -34,8 +34,11 @@ def test_against_the_whole_text(tokens: list[str], stops: list[str]) -> None:
         match = first_match(seen, stops)
         assert stopped == (match is not None)
         if match is not None:
-            assert given_ == seen[: match[0]]
+            start, end = match
+            assert given_ == seen[:start]
+            assert matcher.match == seen[start:end]
             return
+        assert matcher.match is None
         held = max(k for k in range(6) if k == 0 or any(len(s) > k and seen.endswith(s[:k]) for s in stops))
         assert given_ == seen[: len(seen) - held]
     assert given_ + matcher.flush() == seen

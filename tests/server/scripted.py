@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 from tests.core.tiny_models import build, paged
@@ -45,10 +47,15 @@ def saying(kind: str, text: str, *, template: str = PLAIN, ends: bool = True) ->
     return FakeExecutor(INFO, next_token=next_token), model, ids
 
 
-def random_model(*, template: str = PLAIN) -> tuple[Any, FakeModel]:
-    """An executor and a model that say what chance has put into their weights."""
-    tokenizer = trained("byte-level")
+def random_model(*, template: str = PLAIN, words: Sequence[str] = ()) -> tuple[Any, FakeModel]:
+    """An executor and a model that say what chance has put into their weights.
+
+    Args:
+        words: that are one token each.
+    """
+    tokenizer = copy.deepcopy(trained("byte-level"))
+    tokenizer.add_tokens(list(words))
     tokenizer.chat_template = template
-    model = build("llama", vocab_size=330, max_position_embeddings=2048)
+    model = build("llama", vocab_size=330 + len(words), max_position_embeddings=2048)
     executor = TorchExecutor(paged(model, block_size=4, num_blocks=512), num_blocks=512, max_model_len=2048)
     return executor, FakeModel(tokenizer=tokenizer, eos_token_ids=[END])

@@ -11,6 +11,8 @@ from schemathesis import GenerationMode, checks
 
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 
+ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
+"""Whose errors have no code."""
 EXAMPLES = 12
 """For each route, each way."""
 SMALL = ExecutorInfo(num_blocks=1024, block_size=4, vocab_size=256, max_model_len=64)
@@ -66,8 +68,9 @@ async def test_wrong_methods_and_media(serving):
                 answer = await server.ask(method.upper(), path.replace("{response_id}", "resp_1"))
                 assert answer.status == 405, (method, path)
                 assert methods.keys() <= {name.strip().lower() for name in answer.headers["allow"].split(",")}
-                assert answer.json["error"]["code"] == "method_not_allowed"
+                assert answer.json["error"].get("code") == (None if path in ANTHROPIC else "method_not_allowed")
             for method, entry in methods.items():
                 if "requestBody" in entry:
                     answer = await server.ask(method.upper(), path, b"{}", content_type="text/plain")
-                    assert (answer.status, answer.json["error"]["code"]) == (415, "unsupported_media_type")
+                    assert answer.status == 415
+                    assert answer.json["error"].get("code") == (None if path in ANTHROPIC else "unsupported_media_type")

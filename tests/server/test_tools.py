@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -21,6 +22,7 @@ WEATHER = function("weather", city={"enum": ["Bern", "Rom"]}, days={"enum": [1, 
 TIME = function("time")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": 3}}\n</tool_call>'
 TIME_CALL = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+NAME = {"name": "weather"}
 HI = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -233,6 +235,22 @@ async def test_reasoning_before_a_call(serving):
         assert choice["message"]["reasoning_content"] == "hmm"
         assert choice["message"]["content"] is None
         assert calls_of(choice) == [("weather", {"city": "Bern", "days": 3})]
+
+
+async def test_reasoning_before_a_call_that_must_come(serving):
+    """It is no part of what is forced, also where the template has begun it."""
+    opened = THINKING + "{% if add_generation_prompt %}<think>\n{% endif %}"
+    for template, choice in itertools.product((THINKING, opened), ("required", {"type": "function", "function": NAME})):
+        executor, model = random_model(template=template, words=["<think>", "</think>"])
+        async with serving(executor=executor, model=model) as server:
+            (end,) = model.tokenizer.encode("</think>")
+            fields = {"logit_bias": {str(end): 4}, "seed": 1, "max_tokens": 600, "n": 4}
+            answers, _ = await ask(server, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False, **fields)
+            for answer in answers:
+                ((name, arguments),) = calls_of(answer)
+                assert name == "weather" and arguments.keys() == {"city", "days"}
+                assert answer["message"]["content"] is None
+            assert any("reasoning_content" in answer["message"] for answer in answers)
 
 
 async def test_a_call_comes_back_in_the_history(serving):

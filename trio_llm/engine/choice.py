@@ -27,6 +27,8 @@ class Delta:
 
     end_is_hidden: bool = False
     """Whether the last of token_ids is an end token that is no part of the text."""
+    stop_string: str | None = None
+    """Which of the stop strings ended the choice, where one did."""
 
 
 @attrs.define(eq=False)
@@ -40,6 +42,8 @@ class Choice:
     """One for each of token_ids, where the request asks for them."""
     end_is_hidden: bool = False
     """Whether the last of token_ids is an end token that is no part of the text."""
+    stop_string: str | None = None
+    """Which of the stop strings ended it, where one did."""
     _pieces: list[str] = attrs.field(factory=list)
 
     @property
@@ -54,6 +58,7 @@ class Choice:
         self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason
         self.end_is_hidden = delta.end_is_hidden
+        self.stop_string = delta.stop_string
         if delta.text:
             self._pieces.append(delta.text)
 
@@ -108,6 +113,7 @@ class Track:
             reason,
             output.logprobs[:num_kept],
             end_is_hidden,
+            self._matcher.match,
         )
 
     def flush(self, num_new: int = 0) -> tuple[str, bool]:

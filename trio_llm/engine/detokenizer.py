@@ -161,6 +161,8 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], *, include_match: bool = False) -> None:
         self._include_match = include_match
         self._stops = [(stop, _borders(stop)) for stop in stops]
+        self.match: str | None = None
+        """The stop string that ended the text."""
         self._matched = [0] * len(self._stops)
         """For each stop string, how much of it the text ends with."""
         self._held = ""
@@ -191,6 +193,7 @@ class StopMatcher:
                 self._matched[number] = length
             if longest:
                 self._held = ""
+                self.match = text[end - longest : end]
                 return text[: end if self._include_match else end - longest], True
         # what will be given in any case need not be held back
         split = len(text) - (0 if self._include_match else max(self._matched))

@@ -10,12 +10,14 @@ from trio_llm.config import ServerSettings, resolve
 from trio_llm.engine.registry import Registry
 from trio_llm.errors import TrioLLMError
 from trio_llm.server import logs
+from trio_llm.server.anthropic.messages import blueprint as messages
+from trio_llm.server.dialects import dialect_of
 from trio_llm.server.docs import blueprint as docs
 from trio_llm.server.http import App, this_app, this_exchange
 from trio_llm.server.openai.chat import blueprint as chat
 from trio_llm.server.openai.completions import blueprint as completions
 from trio_llm.server.openai.embeddings import blueprint as embeddings
-from trio_llm.server.openai.error_bodies import body_of, failure_of, http_error_body
+from trio_llm.server.openai.error_bodies import Failure, failure_of, http_failure, phrase_of
 from trio_llm.server.openai.models import blueprint as models
 from trio_llm.server.openai.responses.endpoints import blueprint as responses
 from trio_llm.server.openai.tokenizer import blueprint as tokenizer
@@ -33,7 +35,7 @@ def create_app(settings: ServerSettings | str | None = None, *, registry: Regist
     if not isinstance(settings, ServerSettings):
         settings = resolve(config=settings)
     app = App(settings, Registry() if registry is None else registry)
-    inference = (chat, completions, responses, embeddings, models, tokenizer)
+    inference = (chat, completions, messages, responses, embeddings, models, tokenizer)
     for blueprint in (*inference, aborts, health, scrape, version, openapi, docs):
         app.register_blueprint(blueprint)
     app.before_request(_let_in)
@@ -84,7 +86,7 @@ async def _trio_llm_error(error: TrioLLMError) -> Response:
     this_exchange().error = error
     if failure.status == 500:
         logger.warning("a request failed", kind=error.kind, reason=error.message)
-    response = Response(body_of(error), failure.status, content_type="application/json")
+    response = _failed(failure, error.message, error.field)
     if failure.retry_after is not None:
         response.headers["retry-after"] = str(failure.retry_after)
     if failure.status == 401:
@@ -95,7 +97,7 @@ async def _trio_llm_error(error: TrioLLMError) -> Response:
 async def _http_error(error: HTTPException) -> Response:
     status = error.code or 500
     original = error.get_response()
-    response = Response(http_error_body(status, _explain(error)), status, content_type="application/json")
+    response = _failed(http_failure(status), _explain(error) or phrase_of(status))
     if "allow" in original.headers:
         response.headers["allow"] = original.headers["allow"]
     return response
@@ -118,4 +120,10 @@ def _explain(error: HTTPException) -> str | None:
 
 async def _unexpected_error(error: Exception) -> Response:
     logger.error("a request failed unexpectedly", exc_info=error)
-    return Response(http_error_body(500, "the server failed; its log says why"), 500, content_type="application/json")
+    return _failed(http_failure(500), "the server failed; its log says why")
+
+
+def _failed(failure: Failure, message: str, param: str | None = None) -> Response:
+    """A failure in the envelope that clients of the request's path expect."""
+    body = dialect_of(request.path).error_body(message, failure, param, this_exchange().echoed_id)
+    return Response(body, failure.status, content_type="application/json")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from quart import Request
 
 _METHODS = "GET, POST, DELETE, OPTIONS"
-_EXPOSED = b"x-request-id, openai-processing-ms, retry-after"
+_EXPOSED = b"x-request-id, request-id, openai-processing-ms, retry-after"
 _MAX_AGE = "600"
 """Seconds for which a browser need not ask again."""
 

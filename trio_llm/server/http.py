@@ -23,6 +23,7 @@ from trio_llm.errors import InvalidRequest
 from trio_llm.server import logs
 from trio_llm.server.access import access_of
 from trio_llm.server.cors import CORS
+from trio_llm.server.dialects import dialect_of
 from trio_llm.server.exchange import Exchange
 from trio_llm.server.lifecycle import Lifecycle, OpenEngine
 from trio_llm.server.metrics import Metrics
@@ -31,7 +32,6 @@ logger = structlog.get_logger(__name__)
 
 _SCOPE_KEY = "trio_llm.exchange"
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
-_API_VERSION = b"2020-10-01"
 _BODY_GRACE = 1.0
 """Seconds that an early answer waits for the rest of its request."""
 _NOT_TRIO = "trio_llm runs under Trio: start it with `hypercorn -k trio`"
@@ -82,7 +82,8 @@ class _HTTPConnection(TrioASGIHTTPConnection):
                 exchange.status = message["status"]
                 headers = [
                     *message["headers"],
-                    *_common_headers(exchange),
+                    (b"x-request-id", exchange.echoed_id.encode()),
+                    *dialect_of(exchange.path).headers(exchange),
                     *self.app.cors.headers(self.scope["headers"]),
                 ]
                 if message["status"] not in _ENDLESS:
@@ -105,16 +106,6 @@ class _HTTPConnection(TrioASGIHTTPConnection):
                 logger.debug("an error after the client was gone", exc_info=True)
             finally:
                 logs.access(exchange, finished=finished)
-
-
-def _common_headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
-    """What OpenAI's answers bear, whatever they answer."""
-    milliseconds = 1000 * (trio.current_time() - exchange.started)
-    return [
-        (b"x-request-id", exchange.echoed_id.encode()),
-        (b"openai-version", _API_VERSION),
-        (b"openai-processing-ms", b"%d" % milliseconds),  # until now, where a stream begins
-    ]
 
 
 def _client_request_id(headers: Any) -> str | None:

@@ -20,10 +20,13 @@ from trio_llm.server.openai.limits import (
     MAX_METADATA_KEY,
     MAX_METADATA_VALUE,
     check_boolean,
+    check_count,
     check_free_form,
     check_identifier,
     check_index,
     check_metadata,
+    check_object,
+    check_text,
 )
 
 Schema = dict[str, Any]
@@ -49,6 +52,9 @@ _CHECKED: dict[Any, Schema] = {
     },
     check_boolean: {"type": "boolean"},
     check_free_form: {},
+    check_text: {"type": "string"},
+    check_object: {"type": "object"},
+    check_count: {"type": "integer", "minimum": 1},
     check_index: {"type": "integer", "minimum": 0, "maximum": MAX_ENTRIES},
 }
 """By the checks of accepted fields."""

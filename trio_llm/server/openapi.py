@@ -14,10 +14,13 @@ from quart import Blueprint, Response
 from werkzeug.routing import Rule
 
 from trio_llm.server.access import OPEN_BLUEPRINTS
+from trio_llm.server.anthropic import fields as message_fields
+from trio_llm.server.anthropic import wire as messages
+from trio_llm.server.anthropic.errors import error_type
 from trio_llm.server.http import App, this_app
 from trio_llm.server.json_schema import Schemas
 from trio_llm.server.openai import fields, text_fields, text_wire, wire
-from trio_llm.server.openai.error_bodies import FAILURES, HTTP_FAILURES
+from trio_llm.server.openai.error_bodies import FAILURES, HTTP_FAILURES, Failure
 from trio_llm.server.openai.responses import fields as response_fields
 from trio_llm.server.openai.responses import wire as responses
 
@@ -46,11 +49,23 @@ TABLES: Mapping[type, fields.Table] = {
     text_wire.EmbeddingRequest: text_fields.EMBEDDING,
     text_wire.TokenizeRequest: text_fields.TOKENIZE,
     text_wire.DetokenizeRequest: text_fields.DETOKENIZE,
+    messages.MessagesRequest: message_fields.MESSAGES,
+    messages.CountTokensRequest: message_fields.COUNT_TOKENS,
+    messages.InputTurn: message_fields.MESSAGE,
+    messages.InputBlock: message_fields.INPUT_BLOCK,
+    messages.ResultBlock: message_fields.RESULT_BLOCK,
+    messages.SystemBlock: message_fields.SYSTEM_BLOCK,
+    messages.ClientTool: message_fields.TOOL,
+    messages.MessagesToolChoice: message_fields.TOOL_CHOICE,
+    messages.Thinking: message_fields.THINKING,
+    messages.OutputConfig: message_fields.OUTPUT_CONFIG,
+    messages.OutputFormat: message_fields.OUTPUT_FORMAT,
 }
 """How the fields of a request's objects are treated."""
 
 _WORDS = "OpenAI's API, and a little more, for models that are served here."
 _EVENT = "One event of the stream.  The last one is `[DONE]`; a failure is an event too, with the error envelope."
+_NAMED_EVENT = "One event of the stream.  A failure is one too, the last, with the error envelope."
 _SKIPPED_METHODS = {"HEAD", "OPTIONS"}
 
 
@@ -62,8 +77,12 @@ class Operation:
     """The JSON body that it takes."""
     answer: type | None = None
     """The JSON body that it gives."""
-    event: type | None = None
-    """What the events of its streamed answer hold."""
+    event: Any = None
+    """What the events of its streamed answer hold: a type, or one of several."""
+    is_named: bool = False
+    """Whether these events have names, and the last is none of its own."""
+    failure: type = wire.ErrorBody
+    """The JSON body of its errors."""
     media_type: str | None = None
     """Of an answer that is not JSON."""
     statuses: tuple[int, ...] = (200,)
@@ -92,7 +111,6 @@ def document(app: App, *, lenient: bool = False) -> dict[str, Any]:
         lenient: request fields that are unknown or not supported are ignored.
     """
     schemas = Schemas(TABLES, lenient=lenient)
-    failure = schemas.of_answer(wire.ErrorBody)
     paths: dict[str, dict[str, Any]] = {}
     for rule in sorted(app.url_map.iter_rules(), key=_order):
         handler = inspect.unwrap(app.view_functions[rule.endpoint])
@@ -106,7 +124,13 @@ def document(app: App, *, lenient: bool = False) -> dict[str, Any]:
                 paths.setdefault(_path(rule), {})[method.lower()] = entry
     components = {
         "schemas": schemas.components,
-        "responses": {"Error": {"description": _failures(), "content": {"application/json": {"schema": failure}}}},
+        "responses": {
+            kind.__name__: {
+                "description": _failures(words),
+                "content": {"application/json": {"schema": schemas.of_answer(kind)}},
+            }
+            for kind, words in _ENVELOPES.items()
+        },
     }
     locks: dict[str, Any] = {}
     if app.access.required:
@@ -163,8 +187,8 @@ def _entry(
     answer = {"description": "The answer.", "content": _content(operation, schemas)}
     entry["responses"] = {
         **{str(status): answer for status in operation.statuses},
-        "4XX": {"$ref": "#/components/responses/Error"},
-        "5XX": {"$ref": "#/components/responses/Error"},
+        "4XX": {"$ref": f"#/components/responses/{operation.failure.__name__}"},
+        "5XX": {"$ref": f"#/components/responses/{operation.failure.__name__}"},
     }
     return entry
 
@@ -174,15 +198,21 @@ def _content(operation: Operation, schemas: Schemas) -> dict[str, Any]:
     if operation.answer is not None:
         content["application/json"] = {"schema": schemas.of_answer(operation.answer)}
     if operation.event is not None:
-        contents = {"anyOf": [schemas.of_answer(operation.event), schemas.of_answer(wire.ErrorBody)]}
-        chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": contents}
-        data = {"anyOf": [{"const": "[DONE]"}, chunk]}
-        # OpenAPI 3.1 has no word for the items of a stream: by custom, this describes each of them
-        event = {"type": "object", "description": _EVENT, "properties": {"data": data}, "required": ["data"]}
-        content["text/event-stream"] = {"schema": event}
+        content["text/event-stream"] = {"schema": _event(operation, schemas)}
     if operation.media_type is not None:
         content[operation.media_type] = {"schema": {"type": "string"}}
     return content
+
+
+def _event(operation: Operation, schemas: Schemas) -> dict[str, Any]:
+    """OpenAPI 3.1 has no word for the items of a stream: by custom, this describes each of them."""
+    contents = {"anyOf": [schemas.of_answer(operation.event), schemas.of_answer(operation.failure)]}
+    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": contents}
+    if operation.is_named:
+        properties = {"event": {"type": "string"}, "data": data}
+        return {"type": "object", "description": _NAMED_EVENT, "properties": properties, "required": ["event", "data"]}
+    data = {"anyOf": [{"const": "[DONE]"}, data]}
+    return {"type": "object", "description": _EVENT, "properties": {"data": data}, "required": ["data"]}
 
 
 def _words(handler: Callable[..., Any]) -> str:
@@ -190,8 +220,21 @@ def _words(handler: Callable[..., Any]) -> str:
     return re.split(r"\n\n(?:Args|Raises|Returns):", inspect.getdoc(handler) or "")[0]
 
 
-def _failures() -> str:
-    """All failures: in one table, as in the code."""
-    rows = sorted({(row.status, row.type, row.code) for row in (*FAILURES.values(), *HTTP_FAILURES.values())})
-    lines = [f"| {status} | `{kind}` | `{code}` |" for status, kind, code in rows]
-    return "\n".join(["A failure.", "", "| status | type | code |", "|---|---|---|", *lines])
+def _failures(words: Callable[[Failure], Mapping[str, Any]]) -> str:
+    """All failures: in one table, as in the code.
+
+    Args:
+        words: what an envelope says of one.
+    """
+    failures = (*FAILURES.values(), *HTTP_FAILURES.values())
+    head = ["status", *words(failures[0])]
+    rows = sorted({(row.status, *words(row).values()) for row in failures})
+    lines = [f"| {status} | {' | '.join(f'`{word}`' for word in rest)} |" for status, *rest in rows]
+    return "\n".join(["A failure.", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines])
+
+
+_ENVELOPES: Mapping[type, Callable[[Failure], Mapping[str, Any]]] = {
+    wire.ErrorBody: lambda failure: {"type": failure.type, "code": failure.code},
+    messages.MessagesErrorBody: lambda failure: {"type": error_type(failure)},
+}
+"""The bodies of failures, and what each says of one beside its status."""

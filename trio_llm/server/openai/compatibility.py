@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 import orjson
 
@@ -62,8 +63,17 @@ Whose field it is stands in its remark; the others are OpenAI's. Fields of ours 
 
 def render() -> str:
     """The text of the document."""
-    parts = [_HEAD]
-    for title, (_, table) in (TABLES | RESPONSE_TABLES | TEXT_TABLES).items():
+    return document(_HEAD, TABLES | RESPONSE_TABLES | TEXT_TABLES)
+
+
+def document(head: str, tables: Mapping[str, tuple[str, fields.Table]]) -> str:
+    """A document of field tables.
+
+    Args:
+        tables: by their headings, each with the path of its object in a body.
+    """
+    parts = [head]
+    for title, (_, table) in tables.items():
         rows = [f"| `{name}` | {_treatment(field)} | {_remark(field)} |" for name, field in table.items()]
         parts.append("\n".join([f"## {title}", "", "| Field | | |", "|---|---|---|", *rows, ""]))
     return "\n".join(parts)

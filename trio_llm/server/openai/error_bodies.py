@@ -82,10 +82,19 @@ def body_of(error: TrioLLMError) -> bytes:
     return error_body(error.message, failure_of(error), error.field)
 
 
+def http_failure(status: int) -> Failure:
+    """A failure that has only an HTTP status."""
+    code = phrase_of(status).lower().replace(" ", "_")
+    return HTTP_FAILURES.get(status, Failure(status, _REQUEST if status < 500 else _SERVER, code))
+
+
+def phrase_of(status: int) -> str:
+    """What HTTP calls a status."""
+    with contextlib.suppress(ValueError):
+        return HTTPStatus(status).phrase
+    return "request failed"
+
+
 def http_error_body(status: int, message: str | None = None) -> bytes:
     """The JSON envelope of a failure that has only an HTTP status."""
-    phrase = "request failed"
-    with contextlib.suppress(ValueError):
-        phrase = HTTPStatus(status).phrase
-    default = Failure(status, _REQUEST if status < 500 else _SERVER, phrase.lower().replace(" ", "_"))
-    return error_body(message or phrase, HTTP_FAILURES.get(status, default))
+    return error_body(message or phrase_of(status), http_failure(status))

@@ -59,6 +59,34 @@ def check_boolean(value: Any, path: str) -> None:
     check_kind(value, path, bool)
 
 
+def check_text(value: Any, path: str) -> None:
+    """Refuse what is no string.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    check_kind(value, path, str)
+
+
+def check_object(value: Any, path: str) -> None:
+    """Refuse what is no object.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    check_kind(value, path, dict)
+
+
+def check_count(value: Any, path: str) -> None:
+    """Refuse what is no positive number of things.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    if type(value) is not int or value < 1:
+        raise wrong_type(path, "a positive integer", value)
+
+
 def check_index(value: Any, path: str) -> None:
     """Refuse what is no small number.
 

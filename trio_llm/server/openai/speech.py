@@ -50,6 +50,11 @@ class Speech:
         return reason
 
     @property
+    def events(self) -> list[Event]:
+        """All that was said, in its order."""
+        return self._events
+
+    @property
     def said(self) -> Message:
         """All that was said."""
         return collect(self._events)

@@ -196,6 +196,8 @@ def _explain(error: Exception, path: str) -> InvalidRequest:
     if isinstance(error, KeyError):
         # the note on it names the object's field already
         return InvalidRequest(f"{path} is missing", field=path, code="missing_required_parameter")
+    if isinstance(error, InvalidRequest):
+        return error  # of a validator of the body's own
     return InvalidRequest(f"{path} is not valid: {error}", field=path)
 
 

@@ -7,13 +7,16 @@ Each spells its request as a ChatCompletionRequest, and its answer from what `Sp
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import attrs
+import trio
 
 from trio_llm.core.sampling_params import SamplingParams
 from trio_llm.engine.choice import Delta
 from trio_llm.engine.generation import Generation
 from trio_llm.errors import InvalidRequest
+from trio_llm.prompt.chat_template import render_chat
 from trio_llm.prompt.output_parser import OutputParser
 from trio_llm.server.exchange import Exchange
 from trio_llm.server.http import App
@@ -82,6 +85,22 @@ async def begin_turn(
     return Turn(
         identity, generation, [Speech(read.parser(engine, generation), read) for _ in range(generation.params.n)]
     )
+
+
+async def count_prompt_tokens(app: App, body: ChatCompletionRequest, *, names: Mapping[str, str] | None = None) -> int:
+    """The tokens that a conversation has for its model to read; nothing is generated.
+
+    Raises:
+        TrioLLMError: as `begin_turn` does, where what is read is concerned.
+    """
+    with fields_called(names or {}):
+        engine = app.engine_for(body.model)
+        structured, _ = structured_output(body)
+        read = reading(body, await formats_of(engine, app.settings), structured)
+        with fields_called({"prompt": "messages"}):
+            render = partial(render_chat, engine.tokenizer, conversation(body, read.tools))
+            token_ids = await trio.to_thread.run_sync(render, abandon_on_cancel=True, limiter=engine.tokenizing)
+            return len(token_ids)
 
 
 def _params(app: App, body: ChatCompletionRequest) -> tuple[SamplingParams, dict[str, str]]:

@@ -14,7 +14,7 @@ from trio_llm.server.openapi import Operation
 
 blueprint = Blueprint("aborts", __name__)
 
-_PREFIXES = ("chatcmpl-", "cmpl-")
+_PREFIXES = ("chatcmpl-", "cmpl-", "msg_")
 
 
 @attrs.frozen(kw_only=True)
@@ -28,7 +28,7 @@ class Aborted:
 async def abort(request_id: str) -> Response:
     """End a request that is in flight: it is answered with what was made so far, finish_reason "abort".
 
-    The id is the `id` of its chunks, with or without what stands before the dash.
+    The id is the `id` of its chunks, with or without its prefix.
     """
     internal = request_id
     for prefix in _PREFIXES:

@@ -47,6 +47,7 @@ def store_of(app: App) -> ResponseStore:
     request=wire.ResponseRequest,
     answer=wire.Response,
     event=wire.ResponseEvent,
+    is_named=True,
     example={"input": "Name three rivers.", "max_output_tokens": 60, "stream": True},
 )
 async def create_response() -> Response:
