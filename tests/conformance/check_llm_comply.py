@@ -20,9 +20,9 @@ PATHS = {
     "open-responses": "/v1/responses",
     "anthropic": "/v1/messages",
 }
-NEEDS = {"chat-tool-calling": "tools"}
+NEEDS = {"chat-tool-calling": "tools", "tool-calling": "tools"}
 """Fields without which a case cannot pass."""
-WEAK = {"chat-image-input": "it reads no images, and says so with a 400"}
+WEAK = dict.fromkeys(["chat-image-input", "image-input"], "it reads no images, and says so with a 400")
 """What the model cannot do."""
 CASES = [(name, case) for name in PATHS for case in get_tests(name)]
 

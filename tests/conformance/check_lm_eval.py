@@ -7,7 +7,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-from tests.conformance.server import MODEL, base_url, serves
+from tests.conformance.server import MODEL, REPETITION_PENALTY, base_url, serves
 from trio_llm.config import EngineSettings
 from trio_llm.models.loader import load_model
 
@@ -82,5 +82,7 @@ def check_generation(loaded, tokenizer_folder):
     arguments = ("The capital of France is", {"until": ["."], "max_gen_toks": 12, "temperature": 0})
     (text,) = model.generate_until([Instance(request_type="generate_until", doc={}, arguments=arguments, idx=0)])
     ids = loaded.tokenizer(arguments[0], return_tensors="pt")
-    made = loaded.model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    made = loaded.model.generate(**ids, max_new_tokens=12, do_sample=False, repetition_penalty=REPETITION_PENALTY)[
+        0, ids["input_ids"].shape[1] :
+    ]
     assert text == loaded.tokenizer.decode(made, skip_special_tokens=True).partition(".")[0]

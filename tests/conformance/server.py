@@ -15,6 +15,8 @@ from pathlib import Path
 import httpx2
 
 MODEL = "smollm2"
+REPETITION_PENALTY = 1.2
+"""Greedy, a model this small repeats itself for ever without one."""
 HERE = Path(__file__).parent
 
 
@@ -28,8 +30,8 @@ def running_server(url: str | None = None) -> Iterator[str]:
         save_model(Path(folder))
         command = [sys.executable, "-m", "trio_llm", "serve", folder, "--served-model-name", MODEL, "--port", "0"]
         # answers of a small model may never end by themselves
-        command += ["--default-max-tokens", "200"]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as process:
+        command += ["--default-max-tokens", "400", "--log-level", "warning"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as process:
             try:
                 yield _address(process)
             finally:
@@ -37,22 +39,24 @@ def running_server(url: str | None = None) -> Iterator[str]:
 
 
 def save_model(folder: Path) -> None:
-    """SmolLM2 with a chat template that shows tools to it: its own knows none."""
+    """SmolLM2, greedy by default, with a chat template that shows tools to it: its own knows none."""
     from trio_llm.config import EngineSettings
     from trio_llm.models.loader import load_model
 
     loaded = load_model(MODEL, settings=EngineSettings(dtype="float32"))
     loaded.tokenizer.chat_template = (HERE / "tools.jinja").read_text(encoding="utf-8")
     loaded.tokenizer.save_pretrained(folder)
+    sampling = {"temperature": None, "top_p": None, "top_k": None, "repetition_penalty": REPETITION_PENALTY}
+    loaded.model.generation_config.update(do_sample=False, **sampling)
     loaded.model.save_pretrained(folder)
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    assert process.stderr is not None
-    for line in process.stderr:
+    assert process.stdout is not None
+    for line in process.stdout:
         sys.stderr.write(line)
         if found := re.search(r"https?://[\d.]+:\d+", line):
-            threading.Thread(target=process.stderr.read, daemon=True).start()  # so that it never blocks
+            threading.Thread(target=process.stdout.read, daemon=True).start()  # so that it never blocks
             return found[0]
     raise RuntimeError("the server ended before it served")
 
