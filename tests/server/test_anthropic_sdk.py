@@ -20,7 +20,7 @@ async def test_messages(serving):
     executor, model, ids = saying("byte-level", "the quick fox")
     async with serving(executor=executor, model=model) as server, client_of(server) as client:
         message = await client.messages.create(**HI, stop_sequences=["fox"])
-        assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "the quick "}]
+        assert [(block.type, block.text) for block in message.content] == [("text", "the quick ")]
         assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "fox")
         assert message._request_id == message.id.removeprefix("msg_")
         async with client.messages.stream(**HI) as stream:

@@ -28,6 +28,7 @@ WEATHER = {
 TIME = {"name": "time", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": 3}}\n</tool_call>'
 TIME_CALL = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+MODEL = {"type": "direct"}
 DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
 
 
@@ -57,9 +58,9 @@ def join(events):
         if event["type"] == "content_block_start":
             block, pieces, is_open, signed = dict(event["content_block"]), [], True, False
             assert block in (
-                {"type": "text", "text": ""},
+                {"type": "text", "text": "", "citations": None},
                 {"type": "thinking", "thinking": "", "signature": ""},
-                {**block, "type": "tool_use", "input": {}},
+                {**block, "type": "tool_use", "input": {}, "caller": MODEL},
             )
             message["content"].append(block)
         elif event["type"] == "content_block_stop":
@@ -77,7 +78,7 @@ def join(events):
             assert kind == DELTAS[block["type"]]
             pieces.append(piece)
     assert not is_open
-    return {**message, **delta["delta"], "usage": delta["usage"]}
+    return {**message, **delta["delta"], "usage": {**message["usage"], **delta["usage"]}}
 
 
 async def ask(server, **fields):
@@ -109,14 +110,20 @@ async def test_text(serving):
             "type": "message",
             "role": "assistant",
             "model": "fake",
-            "content": [{"type": "text", "text": "the quick fox"}],
+            "content": [{"type": "text", "text": "the quick fox", "citations": None}],
             "stop_reason": "end_turn",
             "stop_sequence": None,
+            "stop_details": None,
+            "container": None,
             "usage": {
                 "input_tokens": None,
                 "cache_creation_input_tokens": 0,
                 "output_tokens": len(ids) + 1,
                 "output_tokens_details": {"thinking_tokens": 0},
+                "server_tool_use": None,
+                "cache_creation": None,
+                "inference_geo": None,
+                "service_tier": "standard",
             },
             "read": len(model.tokenizer.encode("hi")),
         }
@@ -129,7 +136,7 @@ async def test_why_it_ended(serving):
         cut = await ask(server, max_tokens=1)
         assert (cut["stop_reason"], cut["usage"]["output_tokens"]) == ("max_tokens", 1)
         stopped = await ask(server, stop_sequences=["never", "ck f"])
-        assert stopped["content"] == [{"type": "text", "text": "the qui"}]
+        assert stopped["content"] == [{"type": "text", "text": "the qui", "citations": None}]
         assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "ck f")
         nothing = await ask(server, stop_sequences=["the"])
         assert (nothing["content"], nothing["stop_sequence"]) == ([], "the")
@@ -149,7 +156,7 @@ async def test_thinking(serving):
         body = await ask(server, thinking={"type": "enabled", "budget_tokens": 1024})
         assert body["content"] == [
             {"type": "thinking", "thinking": "hmm, so", "signature": ""},
-            {"type": "text", "text": "the fox"},
+            {"type": "text", "text": "the fox", "citations": None},
         ]
         thinking = body["usage"]["output_tokens_details"]["thinking_tokens"]
         assert 0 < thinking < body["usage"]["output_tokens"]
@@ -162,8 +169,8 @@ async def test_tool_use(serving):
         text, *calls = body["content"]
         assert (text["type"], text["text"].strip()) == ("text", "Let me see.")
         assert calls == [
-            {"type": "tool_use", "name": "weather", "input": {"city": "Bern", "days": 3}},
-            {"type": "tool_use", "name": "time", "input": {}},
+            {"type": "tool_use", "name": "weather", "input": {"city": "Bern", "days": 3}, "caller": MODEL},
+            {"type": "tool_use", "name": "time", "input": {}, "caller": MODEL},
         ]
         assert body["stop_reason"] == "tool_use"
         one = await ask(server, tools=[WEATHER, TIME], tool_choice={"type": "auto", "disable_parallel_tool_use": True})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import orjson
@@ -18,6 +18,8 @@ from trio_llm.server.openai.chunks import Identity
 from trio_llm.server.openai.speech import Speech
 from trio_llm.server.openai.turn import Turn
 from trio_llm.server.openai.wire import encode
+
+Usage = TypeVar("Usage", bound=wire.RunningUsage)
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -34,7 +36,7 @@ def message(turn: Turn) -> wire.MessageAnswer:
         content=_blocks(events, speech),
         stop_reason=_stop_reason(str(choice.finish_reason), choice.stop_string, events),
         stop_sequence=choice.stop_string,
-        usage=_usage(turn.generation, speech),
+        usage=_usage(wire.MessagesUsage, turn.generation, speech),
     )
 
 
@@ -83,9 +85,9 @@ def _stop_reason(finish_reason: str, stop_string: str | None, events: Iterable[E
     return _REASONS.get(finish_reason, finish_reason)
 
 
-def _usage(generation: Generation, speech: Speech) -> wire.MessagesUsage:
+def _usage(kind: type[Usage], generation: Generation, speech: Speech) -> Usage:
     usage = generation.usage
-    return wire.MessagesUsage(
+    return kind(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         cache_read_input_tokens=usage.cached_tokens,
         output_tokens=usage.completion_tokens,
@@ -120,7 +122,7 @@ class MessageEvents:
                     content=[],
                     stop_reason=None,
                     stop_sequence=None,
-                    usage=_usage(self._generation, self._speech),
+                    usage=_usage(wire.MessagesUsage, self._generation, self._speech),
                 )
             )
         )
@@ -164,7 +166,9 @@ class MessageEvents:
         """The end of the last block, and why it ended."""
         reason = _stop_reason(finish_reason, self._stop_string, self._speech.events)
         delta = wire.StopDelta(stop_reason=reason, stop_sequence=self._stop_string)
-        return self._close() + _event(wire.MessageDelta(delta=delta, usage=_usage(self._generation, self._speech)))
+        return self._close() + _event(
+            wire.MessageDelta(delta=delta, usage=_usage(wire.RunningUsage, self._generation, self._speech))
+        )
 
     def end(self) -> bytes:
         """The end of the message."""

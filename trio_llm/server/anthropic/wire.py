@@ -124,6 +124,7 @@ class MessagesRequest(CountTokensRequest):
 class TextBlock:
     type: Literal["text"] = "text"
     text: str
+    citations: None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -135,11 +136,19 @@ class ThinkingBlock:
 
 
 @attrs.frozen(kw_only=True)
+class DirectCaller:
+    """The model itself."""
+
+    type: Literal["direct"] = "direct"
+
+
+@attrs.frozen(kw_only=True)
 class ToolUseBlock:
     type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
     input: dict[str, Any]
+    caller: DirectCaller = DirectCaller()
 
 
 AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
@@ -151,7 +160,9 @@ class ThinkingTokens:
 
 
 @attrs.frozen(kw_only=True)
-class MessagesUsage:
+class RunningUsage:
+    """What an answer has used by now."""
+
     input_tokens: int
     """Of the prompt: those that were not found in the prefix cache."""
     cache_creation_input_tokens: int = 0
@@ -160,6 +171,14 @@ class MessagesUsage:
     """Of the prompt: those that were found there."""
     output_tokens: int
     output_tokens_details: ThinkingTokens
+    server_tool_use: None = None
+
+
+@attrs.frozen(kw_only=True)
+class MessagesUsage(RunningUsage):
+    cache_creation: None = None
+    inference_geo: None = None
+    service_tier: Literal["standard"] = "standard"
 
 
 @attrs.frozen(kw_only=True)
@@ -172,6 +191,9 @@ class MessageAnswer:
     stop_reason: str | None
     """`end_turn`, `max_tokens`, `stop_sequence`, `tool_use`, or `abort`."""
     stop_sequence: str | None
+    stop_details: None = None
+    """Of a refusal, which no model here makes known."""
+    container: None = None
     usage: MessagesUsage
 
 
@@ -242,13 +264,15 @@ class ContentBlockStop:
 class StopDelta:
     stop_reason: str
     stop_sequence: str | None
+    stop_details: None = None
+    container: None = None
 
 
 @attrs.frozen(kw_only=True)
 class MessageDelta:
     type: Literal["message_delta"] = "message_delta"
     delta: StopDelta
-    usage: MessagesUsage
+    usage: RunningUsage
 
 
 @attrs.frozen(kw_only=True)
