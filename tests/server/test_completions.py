@@ -128,7 +128,7 @@ async def test_scoring(serving, stream, prompt):
         if stream:
             assert streamed(answer) == [("hello", "length")] * 2 + [("you", "length")] * 2
             pieces = [chunk["choices"][0] for chunk in answer.events[:-1]]
-            choices = [piece for piece in pieces if piece["logprobs"]]
+            choices = sorted((piece for piece in pieces if piece["logprobs"]), key=lambda piece: piece["index"])
         else:
             choices = answer.json["choices"]
             assert answer.json["usage"]["completion_tokens"] == 0

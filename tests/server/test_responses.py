@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import openai
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from tests.server.scripted import CALLING, INFO, THINKING, saying
 from trio_llm.core.executor import FakeExecutor
 from trio_llm.engine.simulation import FakeModel
+from trio_llm.server.exchange import Exchange
 from trio_llm.server.openai import compatibility
+from trio_llm.server.openai.responses.endpoints import store_of
 from trio_llm.server.openai.responses.store import ResponseStore, StoredResponse
-from trio_llm.server.openai.wire import Message
+from trio_llm.server.openai.wire import FunctionCall, Message, ToolCall
 
 PATH = "/v1/responses"
 HI = {"model": "fake", "input": "hi"}
@@ -152,6 +155,43 @@ async def test_log_probabilities(serving):
     assert len(logprobs) == len(ids)
 
 
+async def test_log_probabilities_are_those_of_the_text_alone(serving):
+    text = f"<think>\nhm, well\n</think>\n\nLet me look.\n{CALL}"
+    executor, model, ids = saying("byte-level", text, template=THINKING)
+    async with serving(executor=executor, model=model) as server:
+        body = await ask(server, tools=[WEATHER], include=["message.output_text.logprobs"])
+        logprobs = body["output"][1]["content"][0]["logprobs"]
+        spelled = b"".join(bytes(entry["bytes"]) for entry in logprobs)
+        # the last token may have more in it than text
+        assert spelled.startswith(b"Let me look.\n") and len(logprobs) < len(ids) / 2
+
+
+async def test_log_probabilities_of_half_a_character(serving):
+    executor, model, _ = saying("byte-level", "a\U0001fae0")
+    async with serving(executor=executor, model=model) as server:
+        body = await ask(server, include=["message.output_text.logprobs"], max_output_tokens=3)
+        assert texts(body) == [("message", "a\ufffd")]
+        assert len(body["output"][0]["content"][0]["logprobs"]) == 3
+
+
+async def test_what_a_stream_has_joined_is_told_apart_again(serving, monkeypatch):
+    """All tokens arrive at once: their log-probabilities are those that they would have one by one."""
+    receive = Exchange.receive
+
+    async def receive_all(exchange):
+        deltas = await receive(exchange)
+        while deltas[-1][1].finish_reason is None:
+            deltas += await receive(exchange)
+        return deltas
+
+    monkeypatch.setattr(Exchange, "receive", receive_all)
+    executor, model, _ = saying("byte-level", "<think>\nhm, well\n</think>\n\nLet me look.", template=THINKING)
+    async with serving(executor=executor, model=model) as server:
+        body = await ask(server, include=["message.output_text.logprobs"])
+        logprobs = body["output"][1]["content"][0]["logprobs"]
+        assert b"".join(bytes(entry["bytes"]) for entry in logprobs) == b"Let me look."
+
+
 async def conversation(server, *bodies):
     """The prompts' texts, as the template wrote them."""
     for body in bodies:
@@ -273,6 +313,63 @@ async def test_a_response_that_is_being_made_can_be_cancelled(serving, gated):
         await server.assert_all_free()
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_who_leaves_leaves_nothing_behind(serving, gated, stream):
+    executor, gate = gated
+    async with serving(executor=executor) as server:
+        client = await server.connect()
+        await client.send("POST", PATH, {**HI, "stream": stream, "max_output_tokens": 500})
+        await server.admitted(1)
+        store = store_of(server.app)
+        await server.until(lambda: len(store.in_flight) == 1)
+        await client.stream.aclose()
+        gate.open()
+        await server.until(lambda: not store.in_flight)
+        await server.assert_all_free()
+        assert not store._responses
+
+
+async def test_a_response_can_be_aborted_by_its_id(serving, gated):
+    executor, gate = gated
+    async with serving(executor=executor) as server:
+        client = await server.connect()
+        await client.send("POST", PATH, {**HI, "stream": True, "max_output_tokens": 500})
+        gate.let(3)
+        created = json.loads((await client.until(b"\n\n")).decode().rpartition("data: ")[2])
+        gone = await server.ask("POST", f"/v1/requests/{created['response']['id']}/abort")
+        assert gone.json == {"id": created["response"]["id"], "aborted": True}
+        gate.open()
+        assert b"response.incomplete" in await client.until(b"0\r\n\r\n")
+        await server.assert_all_free()
+
+
+async def test_items_of_the_input_come_in_pages(serving):
+    executor, model, _ = saying("byte-level", "yes")
+    items = [{"type": None, "id": None, "role": "user", "content": str(number)} for number in range(25)]
+    items[3]["id"] = "mine"
+    async with serving(executor=executor, model=model) as server:
+        made = (await server.ask("POST", PATH, {**HI, "input": items})).json
+
+        async def page(query=""):
+            return (await server.ask("GET", f"{PATH}/{made['id']}/input_items{query}")).json
+
+        first = await page()
+        assert [item["content"] for item in first["data"]] == [str(number) for number in range(24, 4, -1)]
+        assert first["has_more"] and first["first_id"] == first["data"][0]["id"]
+        rest = await page(f"?after={first['last_id']}")
+        assert [item["content"] for item in rest["data"]] == ["4", "3", "2", "1", "0"]
+        assert not rest["has_more"]
+        assert rest["data"][1]["id"] == "mine"
+        ids = [item["id"] for item in (await page("?order=asc&limit=100"))["data"]]
+        assert len(set(ids)) == 25
+        assert (await page(f"?order=asc&after={ids[-1]}"))["data"] == []
+        for query, param in [("order=up", "order"), ("limit=0", "limit"), ("limit=x", "limit"), ("after=x", "after")]:
+            assert (await page(f"?{query}"))["error"]["param"] == param
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+            listed = [item async for item in client.responses.input_items.list(made["id"], limit=4)]
+            assert len(listed) == 25
+
+
 WRONG = [
     ({"input": []}, "input"),
     ({"input": 3}, "input"),
@@ -293,6 +390,19 @@ WRONG = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"temperature": 9}, "temperature"),
     ({"frequency": 1}, "frequency"),
+    ({"stream_options": 3}, "stream_options"),
+    ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
+    ({"input": [{"role": "user", "content": []}]}, "input[0].content"),
+    ({"input": ["x"]}, "input[0]"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+    ({"input": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, "input[0].content[0].refusal"),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": []}]}, "input[0].output"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[]"}]}, "input[0].arguments"),
+    ({"input": [{"type": "reasoning", "content": []}]}, "input"),
+    ({"input": "x" * 2000}, "input"),
+    ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": 3}}, "tool_choice.name"),
 ]
 
 
@@ -304,7 +414,7 @@ async def test_what_is_wrong_is_named(serving, fields, param):
         assert answer.status == 400, answer.json
         if param is not None:
             assert answer.json["error"]["param"] == param
-        assert "messages" not in answer.json["error"]["message"]
+        assert not re.search(r"messages|max_tokens|max_completion|function\.name", answer.json["error"]["message"])
         assert (await server.ask("POST", PATH, HI)).status == 200
 
 
@@ -374,7 +484,13 @@ def test_a_store_is_bounded_in_bytes_too(monkeypatch):
         store.add(StoredResponse(str(number), b"x" * 100, [Message(role="user", content="y" * 200)], []))
     assert [str(number) in store._responses for number in range(10)] == [False] * 7 + [True] * 3
     store.delete("9")
-    assert store._size == 600
+    assert store._size == 2 * 302
+
+
+def test_all_that_a_response_keeps_counts():
+    call = ToolCall(id="c", function=FunctionCall(name="f", arguments="x" * 1000))
+    message = Message(role="assistant", tool_calls=[call], reasoning_content="y" * 1000)
+    assert StoredResponse("1", b"", [message], [{"id": "z" * 1000}]).size > 3000
 
 
 def test_the_tables_are_in_the_document():

@@ -173,11 +173,12 @@ def check_prompt(prompt_token_ids: list[int], max_tokens: int | None, *, vocab_s
         raise InvalidRequest(message, field="prompt", limit=vocab_size)
     prompt_tokens = len(prompt_token_ids)
     if prompt_tokens + (1 if max_tokens is None else max_tokens) > max_model_len:
+        field = "prompt" if prompt_tokens >= max_model_len else "max_tokens"
         wanted = "at least 1" if max_tokens is None else str(max_tokens)
+        more = f"{wanted} more are to come" if field == "prompt" else f"max_tokens asks for {wanted} more"
         raise ContextLengthExceeded(
-            f"the context holds at most {max_model_len} tokens, but the prompt has {prompt_tokens} "
-            f"and max_tokens asks for {wanted} more",
-            field="prompt" if prompt_tokens >= max_model_len else "max_tokens",
+            f"the context holds at most {max_model_len} tokens, but the prompt has {prompt_tokens} and {more}",
+            field=field,
             limit=max_model_len,
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,

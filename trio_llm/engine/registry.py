@@ -31,7 +31,7 @@ class Registry:
             return self._engines[name]
         except KeyError:
             served = ", ".join(map(repr, self._engines)) or "none"
-            message = f"the model {name!r} is not served here; served: {served}"
+            message = f"the model {name[:80]!r} is not served here; served: {served}"
             raise ModelNotFound(message, field="model", model=name, served=list(self._engines)) from None
 
     __getitem__ = get

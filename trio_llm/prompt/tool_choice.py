@@ -118,8 +118,8 @@ def _name(tool: Any, where: str, field: str = "tools") -> str:
         raise InvalidRequest(f'{where} must be of the type "function" and have a function', field=field)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        message = f"{where}.function.name must be of 1 to 64 letters, digits, underscores and dashes"
-        raise InvalidRequest(message, field=field)
+        path = f"{where}.function.name"
+        raise InvalidRequest(f"{path} must be of 1 to 64 letters, digits, underscores and dashes", field=path)
     return name
 
 

@@ -51,6 +51,7 @@ class Exchange:
     prompt_tokens: int | None = None
     """Of a request that has no generation."""
     status: int | None = None
+    client_gone: bool = False
     _stack: contextlib.AsyncExitStack = attrs.field(factory=contextlib.AsyncExitStack, init=False)
     _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
     _arrived: trio.Event = attrs.field(factory=trio.Event, init=False)

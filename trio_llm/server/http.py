@@ -61,18 +61,17 @@ class _HTTPConnection(TrioASGIHTTPConnection):
         exchange = Exchange(self.scope["method"], self.scope["path"])
         exchange.echoed_id = _client_request_id(self.scope["headers"]) or exchange.request_id
         cast(dict[str, Any], self.scope)[_SCOPE_KEY] = exchange
-        finished = gone = False
+        finished = False
         body_ended = trio.Event()
 
         async def watched_receive() -> Any:
-            nonlocal gone
             message = await receive()
             if message["type"] == "http.request" and not message.get("more_body", False):
                 body_ended.set()
             if message["type"] == "http.disconnect":
                 if finished:
                     await trio.sleep_forever()  # until the handler returns
-                gone = True
+                exchange.client_gone = True
                 exchange.abandon()
             return message
 
@@ -101,7 +100,7 @@ class _HTTPConnection(TrioASGIHTTPConnection):
                 async with exchange:
                     await super().__call__(watched_receive, watched_send)
             except Exception:
-                if not gone:
+                if not exchange.client_gone:
                     raise
                 logger.debug("an error after the client was gone", exc_info=True)
             finally:

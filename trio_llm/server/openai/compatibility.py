@@ -37,6 +37,7 @@ RESPONSE_TABLES: dict[str, tuple[str, fields.Table]] = {
     "`text` of a response": ("text.", responses.TEXT),
     "`text.format` of a response": ("text.format.", responses.FORMAT),
     "`reasoning` of a response": ("reasoning.", responses.REASONING_OPTIONS),
+    "`stream_options` of a response": ("stream_options.", responses.STREAM_OPTIONS),
 }
 """The same of the Responses API."""
 

@@ -24,5 +24,5 @@ def fields_called(names: Mapping[str, str]) -> Iterator[None]:
         if theirs is not None:
             error.field = theirs
             if ours != "prompt":  # which is a word too
-                error.message = re.sub(rf"\b{ours}\b", theirs, error.message)
+                error.message = re.sub(rf"\b{re.escape(ours)}\b", theirs, error.message)
         raise

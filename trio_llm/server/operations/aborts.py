@@ -14,7 +14,7 @@ from trio_llm.server.openapi import Operation
 
 blueprint = Blueprint("aborts", __name__)
 
-_PREFIXES = ("chatcmpl-", "cmpl-", "msg_")
+_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
 @attrs.frozen(kw_only=True)

@@ -74,6 +74,10 @@ class ResponseAnswer:
         self._completed_at: int | None = None
         self._error: wire.ResponseFailure | None = None
         self._sequence_number = 0
+        self._untold: list[TokenLogprobWithTop] = []
+        """Log-probabilities of tokens whose meaning is not known yet."""
+        self._only_text = True
+        """Whether they can be nothing but those of text."""
 
     # --- what sse.EventStream asks for ---
 
@@ -83,14 +87,12 @@ class ResponseAnswer:
 
     def content(self, place: int, index: int, deltas: Sequence[Delta]) -> bytes:
         """What has come."""
-        events = self._speech.push(deltas)
-        logprobs = self._logprobs(deltas)
+        if not self._wants_logprobs:
+            return b"".join(self._say(event, []) for event in self._speech.push(deltas))
         written = []
-        for event in events:
-            written.append(self._say(event, logprobs if isinstance(event, TextPiece) else []))
-            logprobs = [] if isinstance(event, TextPiece) else logprobs
-        if logprobs and self._open is not None and self._open.kind is wire.OutputMessage:
-            self._open.logprobs += logprobs
+        for delta in deltas:  # one by one: what stands in which is known then
+            self._untold += chat_logprobs(of_text(delta), self._turn.generation.token_bytes).content
+            written += [self._say(event, self._logprobs_of(event)) for event in self._speech.push([delta])]
         return b"".join(written)
 
     def closing(self, index: int, finish_reason: str, *, is_last: bool) -> bytes:
@@ -98,6 +100,8 @@ class ResponseAnswer:
         self._status = _ENDINGS.get(finish_reason, "completed")
         if self._status == "completed":
             self._completed_at = int(time.time())
+        if self._open is not None and self._open.kind is wire.OutputMessage:
+            self._open.logprobs += self._untold  # of tokens without text
         return self._close("completed" if self._status == "completed" else "incomplete")
 
     def end(self) -> bytes:
@@ -179,11 +183,19 @@ class ResponseAnswer:
             total_tokens=usage.total_tokens,
         )
 
-    def _logprobs(self, deltas: Sequence[Delta]) -> list[TokenLogprobWithTop]:
-        if not self._wants_logprobs:
+    def _logprobs_of(self, event: Event) -> list[TokenLogprobWithTop]:
+        """Those that belong to an event: a message has those of its text, not of reasoning, calls and their marks."""
+        if not isinstance(event, TextPiece):
+            self._only_text = False
             return []
-        scored = [entry for delta in deltas for entry in of_text(delta)]
-        return chat_logprobs(scored, self._turn.generation.token_bytes).content
+        first = 0
+        if not self._only_text:
+            first, missing = len(self._untold), len(event.text.encode())
+            while first and missing > 0:
+                first -= 1
+                missing -= len(self._untold[first]["bytes"] or ())
+        told, self._untold, self._only_text = self._untold[first:], [], True
+        return told
 
     # --- items and their events ---
 
@@ -293,4 +305,11 @@ def plain_items(items: str | Sequence[dict[str, Any]], response_id: str) -> list
     else:
         given = orjson.loads(orjson.dumps(items))
     suffix = response_id.removeprefix("resp_")
-    return [{"id": f"in_{suffix}_{place}", "type": "message", **item} for place, item in enumerate(given)]
+    return [
+        {
+            "id": f"in_{suffix}_{place}",
+            "type": "message",
+            **{name: part for name, part in item.items() if part is not None},
+        }
+        for place, item in enumerate(given)
+    ]

@@ -8,13 +8,14 @@ from quart import Blueprint, Response, request
 from werkzeug.routing import BaseConverter
 
 from trio_llm.errors import InvalidRequest
+from trio_llm.server.exchange import Exchange
 from trio_llm.server.http import App, this_app, this_exchange
 from trio_llm.server.openai import wire as chat
 from trio_llm.server.openai.generate import answer
 from trio_llm.server.openai.parsing import read_json
 from trio_llm.server.openai.responses import wire
 from trio_llm.server.openai.responses.answers import ResponseAnswer, plain_items
-from trio_llm.server.openai.responses.request import NAMES, chat_request, parse
+from trio_llm.server.openai.responses.request import chat_request, names_of, parse
 from trio_llm.server.openai.responses.store import ResponseStore, StoredResponse
 from trio_llm.server.openai.sse import stream
 from trio_llm.server.openai.turn import Turn, begin_turn
@@ -24,6 +25,10 @@ from trio_llm.server.openapi import Operation
 blueprint = Blueprint("responses", __name__)
 
 PREFIX = "resp_"
+MAX_PAGE = 100
+"""Items of one answer."""
+_PAGE = {"order": "desc", "after": "", "limit": "20"}
+"""What a query for items may say, and what it says by default."""
 
 
 class _ResponseID(BaseConverter):
@@ -60,9 +65,9 @@ async def create_response() -> Response:
     before = [] if body.previous_response_id is None else _history(store, body.previous_response_id)
     history = [*before, *messages]
     chat_body = chat_request(body, history)
-    turn = await begin_turn(app, exchange, chat_body, prefix=PREFIX, names=NAMES)
+    turn = await begin_turn(app, exchange, chat_body, prefix=PREFIX, names=names_of(body))
     wants_store = store.capacity > 0 and body.store is not False
-    writer = _Recorder(turn, body, history, store if wants_store else None)
+    writer = _Recorder(turn, body, history, exchange, store if wants_store else None)
     in_flight = store.in_flight
     in_flight[writer.id] = writer
     exchange.at_end(lambda: in_flight.pop(writer.id, None))
@@ -82,23 +87,30 @@ async def create_response() -> Response:
 
 
 class _Recorder(ResponseAnswer):
-    """An answer that is kept when it has ended well.
+    """An answer that is kept when it has ended well, unless nobody waits for it any more.
 
     Args:
         history: all messages that led to it.
+        exchange: in which it is made.
         store: where; None keeps nothing.
     """
 
     def __init__(
-        self, turn: Turn, body: wire.ResponseRequest, history: list[chat.Message], store: ResponseStore | None
+        self,
+        turn: Turn,
+        body: wire.ResponseRequest,
+        history: list[chat.Message],
+        exchange: Exchange,
+        store: ResponseStore | None,
     ) -> None:
         super().__init__(turn, body, store=store is not None)
+        self._exchange = exchange
         self._history = history
         self._kept_in = store
 
     def end(self) -> bytes:
         events = super().end()
-        if self._kept_in is not None:
+        if self._kept_in is not None and not self._exchange.client_gone:
             items = plain_items(self._body.input, self.id)
             body = encode(self.response())
             self._kept_in.add(StoredResponse(self.id, body, [*self._history, *self.messages()], items))
@@ -127,9 +139,22 @@ async def get_response(response_id: str) -> Response:
 @blueprint.get("/v1/responses/<response:response_id>/input_items")
 @Operation(answer=wire.InputItemList)
 async def input_items(response_id: str) -> Response:
-    """The input of a response that is stored, in its order; all of it."""
+    """The input of a response that is stored: its last items first, or as `order`, `after` and `limit` say."""
     items = list(store_of(this_app()).get(response_id).input_items)
-    return _json(wire.InputItemList(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
+    order, after, limit = (request.args.get(name, default) for name, default in _PAGE.items())
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc", field="order")
+    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:4]) <= MAX_PAGE):
+        raise InvalidRequest(f"limit must be an integer from 1 to {MAX_PAGE}", field="limit", limit=MAX_PAGE)
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after and after not in ids:
+        raise InvalidRequest("after names no item of this response", field="after")
+    start = ids.index(after) + 1 if after else 0
+    page = items[start : start + int(limit)]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return _json(wire.InputItemList(data=page, first_id=first, last_id=last, has_more=start + len(page) < len(items)))
 
 
 @blueprint.delete("/v1/responses/<response:response_id>")

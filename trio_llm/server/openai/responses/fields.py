@@ -9,6 +9,7 @@ from trio_llm.server.openai.limits import (
     MAX_ENTRIES,
     MAX_METADATA,
     MAX_TOOLS,
+    check_boolean,
     check_free_form,
     check_identifier,
     check_kind,
@@ -120,6 +121,13 @@ REASONING_OPTIONS: Table = {
 }
 """`reasoning`."""
 
+STREAM_OPTIONS: Table = {
+    "include_obfuscation": accepted(
+        remark="Padding against an observer's guesses; there is none.", check=check_boolean
+    ),
+}
+"""`stream_options`."""
+
 RESPONSE: Table = {
     "model": supported(remark="A served name."),
     "input": supported(remark=f"A text, or up to {MAX_ENTRIES} items."),
@@ -146,7 +154,7 @@ RESPONSE: Table = {
     "truncation": supported(remark="`auto` drops the oldest turns of what is too long, but no system message."),
     "metadata": supported(remark=f"Up to {MAX_METADATA} strings, which come back.", check=check_metadata),
     "stream": supported(),
-    "stream_options": accepted(remark="There is no padding.", check=check_free_form),
+    "stream_options": supported(table=STREAM_OPTIONS),
     "seed": supported(remark="Ours, as the next seven: see chat completions."),
     "top_k": supported(),
     "min_p": supported(),

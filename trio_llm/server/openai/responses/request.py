@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
 from trio_llm.errors import InvalidRequest, UnsupportedParameter
 from trio_llm.server.openai import wire as chat
 from trio_llm.server.openai.limits import MAX_ENTRIES, wrong_type
@@ -16,13 +18,14 @@ LOGPROBS = "message.output_text.logprobs"
 NAMES = {
     "messages": "input",
     "prompt": "input",
+    "tool_choice.function.name": "tool_choice.name",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
     "response_format.json_schema.name": "text.format.name",
     "response_format.json_schema.schema": "text.format.schema",
 }
-"""What fields of a chat completion are called here."""
+"""What fields of a chat completion are called here; see also `names_of`."""
 
 _KINDS: dict[str, type[wire.InputItem]] = {
     "message": wire.InputMessage,
@@ -47,6 +50,12 @@ def parse(document: dict[str, Any], *, lenient: bool) -> tuple[wire.ResponseRequ
         if name != LOGPROBS:
             raise UnsupportedParameter(f"include[{place}] is not supported here", field=f"include[{place}]")
     return body, messages
+
+
+def names_of(body: wire.ResponseRequest) -> dict[str, str]:
+    """What fields of the chat completion that a request asks for are called in the request."""
+    tools = {f"tools[{place}].function.name": f"tools[{place}].name" for place in range(len(body.tools or ()))}
+    return NAMES | tools
 
 
 def chat_request(body: wire.ResponseRequest, history: list[chat.Message]) -> chat.ChatCompletionRequest:
@@ -90,11 +99,12 @@ def _messages(given: str | list[dict[str, Any]], ignored: list[str] | None) -> l
     items = [_item(item, f"input[{place}]", ignored) for place, item in enumerate(given)]
     messages: list[chat.Message] = []
     reasoning: str | None = None
-    for item in items:
+    for place, item in enumerate(items):
         match item:
             case wire.InputReasoning():
                 reasoning = "".join(part.text for part in item.content or ())
             case wire.InputFunctionCall():
+                _check_arguments(item.arguments, f"input[{place}].arguments")
                 call = chat.ToolCall(
                     id=item.call_id, function=chat.FunctionCall(name=item.name, arguments=item.arguments)
                 )
@@ -106,17 +116,20 @@ def _messages(given: str | list[dict[str, Any]], ignored: list[str] | None) -> l
                     messages.append(chat.Message(role="assistant", tool_calls=[call], reasoning_content=reasoning))
                 reasoning = None
             case wire.InputFunctionCallOutput():
-                messages.append(chat.Message(role="tool", tool_call_id=item.call_id, content=_content(item.output)))
+                output = _content(item.output, f"input[{place}].output")
+                messages.append(chat.Message(role="tool", tool_call_id=item.call_id, content=output))
             case wire.InputMessage():
                 is_answer = item.role == "assistant"
                 messages.append(
                     chat.Message(
                         role=item.role,
-                        content=_content(item.content),
+                        content=_content(item.content, f"input[{place}].content"),
                         reasoning_content=reasoning if is_answer else None,
                     )
                 )
                 reasoning = None if is_answer else reasoning
+    if not messages:
+        raise InvalidRequest("input has nothing but reasoning", field="input")
     return messages
 
 
@@ -141,13 +154,28 @@ def _item(item: Any, path: str, ignored: list[str] | None) -> wire.InputItem:
     return structure(kept, _KINDS[kind], path)
 
 
-def _content(content: str | list[wire.InputPart]) -> str | list[chat.ContentPart]:
+def _content(content: str | list[wire.InputPart], path: str) -> str | list[chat.ContentPart]:
     if isinstance(content, str):
         return content
-    return [
-        chat.ContentPart(type="refusal" if part.type == "refusal" else "text", text=part.text, refusal=part.refusal)
-        for part in content
-    ]
+    if not content:
+        raise InvalidRequest(f"{path} must have at least one part", field=path)
+    return [_part(part, f"{path}[{place}]") for place, part in enumerate(content)]
+
+
+def _part(part: wire.InputPart, path: str) -> chat.ContentPart:
+    name, text = ("refusal", part.refusal) if part.type == "refusal" else ("text", part.text)
+    if text is None:
+        raise InvalidRequest(f"{path}.{name} is missing", field=f"{path}.{name}", code="missing_required_parameter")
+    return chat.ContentPart(type="text", text=text)
+
+
+def _check_arguments(arguments: str, path: str) -> None:
+    try:
+        is_object = isinstance(orjson.loads(arguments), dict)
+    except orjson.JSONDecodeError:
+        is_object = False
+    if not is_object:
+        raise InvalidRequest(f"{path} must be the JSON text of an object", field=path)
 
 
 def _response_format(text: wire.TextOptions | None) -> chat.ResponseFormat | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import attrs
+import orjson
 
 from trio_llm.errors import TrioLLMError
 from trio_llm.server.openai.responses.wire import Response, Status
@@ -40,10 +41,17 @@ class StoredResponse:
     """All messages that led to it, and its own, without instructions."""
     input_items: Sequence[dict[str, Any]]
 
-    @property
-    def size(self) -> int:
-        """Bytes, about: history repeats what is in bodies before, but those may be gone."""
-        return len(self.body) + sum(len(str(message.content)) for message in self.history)
+    size: int = attrs.field(init=False)
+    """Bytes, about: history repeats what is in bodies before, but those may be gone."""
+
+    @size.default
+    def _count(self) -> int:
+        return len(self.body) + len(orjson.dumps(self.input_items)) + sum(map(_size, self.history))
+
+
+def _size(message: Message) -> int:
+    calls = sum(len(call.function.arguments) for call in message.tool_calls or ())
+    return len(str(message.content)) + len(message.reasoning_content or "") + calls
 
 
 class ResponseStore:

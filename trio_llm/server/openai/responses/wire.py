@@ -111,6 +111,7 @@ class ResponseRequest:
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     stream: bool = False
+    stream_options: dict[str, Any] | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -249,4 +250,4 @@ class InputItemList:
     data: list[dict[str, Any]]
     first_id: str | None
     last_id: str | None
-    has_more: Literal[False] = False
+    has_more: bool
