@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from typing import Any
@@ -68,9 +69,13 @@ def test_never_half_a_character(text: str, cut: int) -> None:
         assert last in ("", REPLACEMENT)
 
 
-@functools.cache
 def trained(kind: str) -> Any:
-    """A small tokenizer of a real kind, as transformers wraps it."""
+    """A small tokenizer of a real kind, as transformers wraps it; each caller's own."""
+    return copy.deepcopy(_trained(kind))
+
+
+@functools.cache
+def _trained(kind: str) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -113,6 +118,14 @@ def trained(kind: str) -> Any:
 
 
 KINDS = ["byte-level", "llama", "gemma", "wordpiece"]
+
+
+def test_what_one_test_does_to_a_tokenizer_is_not_seen_by_others() -> None:
+    made = trained("byte-level")
+    made.chat_template = "mine"
+    made.add_tokens(["<mine>"])
+    assert trained("byte-level").chat_template is None
+    assert len(trained("byte-level")) == len(made) - 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

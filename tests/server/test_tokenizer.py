@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -41,7 +40,7 @@ async def test_messages_are_what_a_chat_would_see(serving):
 
 
 async def test_special_tokens(serving):
-    tokenizer = copy.deepcopy(trained("byte-level"))
+    tokenizer = trained("byte-level")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     tokenizer.add_bos_token = True
@@ -59,7 +58,7 @@ async def test_special_tokens(serving):
 
 
 async def test_tools_are_told_to_the_template(serving):
-    tokenizer = copy.deepcopy(trained("byte-level"))
+    tokenizer = trained("byte-level")
     tokenizer.chat_template = "{% for t in tools or () %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
     executor = FakeExecutor(ExecutorInfo(num_blocks=8, block_size=4, vocab_size=len(tokenizer), max_model_len=64))
     body = {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "fox", "parameters": {}}}]}
@@ -160,7 +159,7 @@ async def test_embedding_models_have_a_tokenizer_too(serving):
 
 
 async def test_tokenizer_info(serving):
-    tokenizer = copy.deepcopy(trained("byte-level"))
+    tokenizer = trained("byte-level")
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.add_special_tokens({"eos_token": "<eos>"})
     async with serving(model=FakeModel(tokenizer=tokenizer)) as server:
