@@ -282,7 +282,7 @@ REFUSED = [
     ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "invalid_value", "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "missing_required_parameter", "tools[0].function"),
     ({"tools": [{"type": "function", "function": {}}]}, "missing_required_parameter", "tools[0].function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "invalid_value", "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "invalid_value", "tools[0].function.name"),
     ({"tools": [{**WEATHER, "mood": 1}]}, "unknown_parameter", "tools[0].mood"),
     ({"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "invalid_value", "tools"),
     (
