@@ -22,7 +22,8 @@ PATHS = {
 }
 NEEDS = {"chat-tool-calling": "tools", "tool-calling": "tools"}
 """Fields without which a case cannot pass."""
-WEAK = dict.fromkeys(["chat-image-input", "image-input"], "it reads no images, and says so with a 400")
+IMAGES = ["chat-image-input", "image-input", "anth-image-input"]
+WEAK = dict.fromkeys(IMAGES, "it reads no images, and says so with a 400")
 """What the model cannot do."""
 CASES = [(name, case) for name in PATHS for case in get_tests(name)]
 

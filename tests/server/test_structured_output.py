@@ -142,17 +142,13 @@ async def test_refused(serving):
 async def test_the_form_is_that_of_the_answer_alone(serving):
     """Reasoning may come before it, and must where the template has begun it."""
     for template in (THINKING, THINKING + "{% if add_generation_prompt %}<think>\n{% endif %}"):
-        executor, model = random_model(template=template)
+        executor, model = random_model(template=template, words=["<think>", "</think>"])
         async with serving(executor=executor, model=model) as server:
-            body = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400}
-            # the end of the reasoning is one token of 330; make it a likely one
-            bias = {"logit_bias": {str(token): 20 for token in model.tokenizer.encode("</think>")}}
-            for seed in range(3):
-                fields = {**body, **bias, "seed": seed, "response_format": named(SCHEMA)}
-                (choice,) = (await server.ask("POST", CHAT, fields)).json["choices"]
-                assert choice["finish_reason"] in ("stop", "length")
-                if choice["finish_reason"] == "stop":
-                    assert fits_schema(choice["message"]["content"])
-                else:
-                    assert choice["message"]["content"] == ""
-                assert ("reasoning_content" in choice["message"]) or template is THINKING
+            (end,) = model.tokenizer.encode("</think>")  # made likely, so that the reasoning ends
+            body = {"messages": [{"role": "user", "content": "x"}], "n": 4, "seed": 1, "logit_bias": {str(end): 4}}
+            fields = {"model": "fake", "max_tokens": 600, **body, "response_format": named(SCHEMA)}
+            choices = (await server.ask("POST", CHAT, fields)).json["choices"]
+            for choice in choices:
+                assert choice["finish_reason"] == "stop"
+                assert fits_schema(choice["message"]["content"])
+            assert any("reasoning_content" in choice["message"] for choice in choices)
