@@ -36,6 +36,8 @@ class LayerRun:
     decoders: Sequence[Decoder]
     kept: Sequence[Tensor]
     """What the decoders point to."""
+    is_ours: bool = False
+    """Whether the forward that goes on has computed all layers at the first."""
     _array: ctypes.Array[Decoder] | None = None
     _first_pages: PageLayer | None = None
 
@@ -55,16 +57,20 @@ class FusedLayer:
     a part of PagedModel's probe, each is the layer's own forward.
     """
 
-    run: LayerRun | None
+    run: LayerRun
+    is_first: bool
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        attention: Any = self.self_attn  # type: ignore[attr-defined]
-        pages = getattr(attention, LAYER_ATTRIBUTE, None)
-        if not isinstance(pages, PageLayer) or attention.config._attn_implementation != IMPLEMENTATION:
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        if self.run is None:
+        run = self.run
+        if self.is_first:
+            attention: Any = self.self_attn  # type: ignore[attr-defined]
+            pages = getattr(attention, LAYER_ATTRIBUTE, None)
+            run.is_ours = isinstance(pages, PageLayer) and attention.config._attn_implementation == IMPLEMENTATION
+            if run.is_ours:
+                return run.forward(pages, hidden_states, kwargs["position_embeddings"])
+        elif run.is_ours:
             return hidden_states
-        return self.run.forward(pages, hidden_states, kwargs["position_embeddings"])
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
 
 def fuse(model: nn.Module, forward: Callable[[], object]) -> int:
@@ -104,8 +110,9 @@ def fuse(model: nn.Module, forward: Callable[[], object]) -> int:
     for run in runs:
         for index, layer in enumerate(run.layers):
             changed: Any = layer
-            changed.run = None if index else run
+            changed.run, changed.is_first = run, index == 0
             changed.__class__ = type(f"Fused{type(layer).__name__}", (FusedLayer, type(layer)), {})
+            changed.__class__.forward = FusedLayer.forward  # not as transformers wraps it, for training
     return sum(len(run.layers) for run in runs)
 
 
