@@ -64,7 +64,7 @@ class FusedLayer:
         run = self.run
         if self.is_first:
             attention: Any = self.self_attn  # type: ignore[attr-defined]
-            pages = getattr(attention, LAYER_ATTRIBUTE, None)
+            pages: Any = getattr(attention, LAYER_ATTRIBUTE, None)
             run.is_ours = isinstance(pages, PageLayer) and attention.config._attn_implementation == IMPLEMENTATION
             if run.is_ours:
                 return run.forward(pages, hidden_states, kwargs["position_embeddings"])
