@@ -504,7 +504,12 @@ void weigh(Tile& tile, int64_t row, const Attention& how, int64_t first, int64_t
         for (int64_t d = 0; d < tile.value_dim; d++) tile.sums[row * tile.value_dim + d] *= shrink;
 }
 
-template <int W> void attend_tile(Tile& tile, const Pages& pages, const int64_t* table, int64_t head, const Attention& how,
+void fetch(const float* numbers, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(numbers + i);
+}
+
+template <int W>
+void attend_tile(Tile& tile, const Pages& pages, const int64_t* table, int64_t head, const Attention& how,
                                   int64_t num_keys) {
     const int64_t size = pages.block_size, per_chunk = size < CHUNK ? CHUNK / size : 1, stride = per_chunk * size;
     const int64_t low = how.window ? tile.positions[0] - how.window + 1 : 0;
@@ -520,6 +525,11 @@ template <int W> void attend_tile(Tile& tile, const Pages& pages, const int64_t*
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t place = table[first / size + b] * pages.num_heads + head;
             const float* keys = pages.keys + place * pages.key_dim * size;
+            // blocks lie apart, where no hardware looks ahead: the next keys and these values are fetched meanwhile
+            if (first + (b + 1) * size < num_keys)
+                fetch(pages.keys + (table[first / size + b + 1] * pages.num_heads + head) * pages.key_dim * size,
+                      pages.key_dim * size);
+            fetch(pages.values + place * size * pages.value_dim, size * pages.value_dim);
             for (int64_t row = 0; row < tile.rows; row += 4) {
                 float* scores = tile.scores + row * stride + b * size;
                 switch (tile.rows - row) {
