@@ -24,7 +24,7 @@ PROMPTS = [PREFIX, PREFIX + " there", PREFIX + " there was", PREFIX + " in a hou
 BLOCK_BYTES = 2 * 2 * 8 * 4 * 4
 """Keys and values, of two heads of eight numbers in float32, of four tokens."""
 SETTINGS = EngineSettings(
-    device="cpu", deterministic=True, compiled_kernels=False, block_size=4, max_model_len=64, max_num_seqs=8,
+    device="cpu", deterministic=True, compiled_kernels=False, block_size=4, max_model_len=96, max_num_seqs=8,
     enable_prefix_caching=False,
 )  # fmt: skip
 PARAMS = SamplingParams(temperature=0.7, seed=3, max_tokens=24, n=2, allowed_token_ids=tuple(range(32, 127)))
@@ -36,7 +36,7 @@ def tiny_model() -> LoadedModel:
         torch.manual_seed(0)
         config = AutoConfig.for_model(
             "llama", vocab_size=256, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.3,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=96, initializer_range=0.3,
         )  # fmt: skip
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     return LoadedModel(
@@ -45,7 +45,7 @@ def tiny_model() -> LoadedModel:
         tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
         defaults=SamplingParams(),
         eos_token_ids=frozenset(),
-        max_model_len=64,
+        max_model_len=96,
         load_seconds=0.0,
     )
 
@@ -87,25 +87,31 @@ async def leave_early(engine: Engine, number: int) -> None:
 @pytest.mark.parametrize("num_blocks", [24, 400])
 @pytest.mark.parametrize("caching", [False, True])
 async def test_texts_are_those_of_each_request_alone(caching: bool, num_blocks: int) -> None:
-    async with open_engine(tiny_model(), settings=SETTINGS) as engine:
-        alone = [await endings(engine, prompt) for prompt in PROMPTS]
-    # two characters from the middle of the first choice, which end the second wherever they happen to be in it
-    stops = [first.text[5 + 2 * place : 7 + 2 * place] for place, (first, _) in enumerate(alone)]
-    expected = [[up_to(ending.text, stop) for ending in each] for each, stop in zip(alone, stops, strict=True)]
-    assert {ending.reason for each in expected for ending in each} == {"length", "stop"}
     found: list[list[Ending]] = []
 
     async def ask(prompt: str, stop: str, place: int) -> None:
         found[place] = await endings(engine, prompt, [stop])
 
+    prompts, turns = PROMPTS, []
+    async with open_engine(tiny_model(), settings=SETTINGS) as engine:
+        for _ in range(2):
+            alone = [await endings(engine, prompt) for prompt in prompts]
+            # two characters from the middle of the first choice, which end the second wherever they happen to be in it
+            stops = [first.text[5 + 2 * place : 7 + 2 * place] for place, (first, _) in enumerate(alone)]
+            expected = [[up_to(ending.text, stop) for ending in each] for each, stop in zip(alone, stops, strict=True)]
+            assert {ending.reason for each in expected for ending in each} == {"length", "stop"}
+            turns.append((prompts, stops, expected))
+            # goes on from where the core had run to, and from where the stop string was
+            prompts = [prompt + alone[place][place % 2].text for place, prompt in enumerate(prompts)]
+
     settings = attrs.evolve(SETTINGS, enable_prefix_caching=caching, kv_cache_memory=num_blocks * BLOCK_BYTES)
     async with open_engine(tiny_model(), settings=settings) as engine:
-        for again in range(3):
+        for number, (prompts, stops, expected) in enumerate([*turns, *turns]):
             found = [[] for _ in PROMPTS]
             async with trio.open_nursery() as nursery:
-                for place, (prompt, stop) in enumerate(zip(PROMPTS, stops, strict=True)):
+                for place, (prompt, stop) in enumerate(zip(prompts, stops, strict=True)):
                     nursery.start_soon(ask, prompt, stop, place)
-                    nursery.start_soon(leave_early, engine, place + 3 * again)
+                    nursery.start_soon(leave_early, engine, place + 3 * number)
             assert found == expected
             core = await engine.settled()
             engine._worker.core.check()
