@@ -264,3 +264,70 @@ def test_who_prefills_is_not_starved_when_readers_come_back_all_at_once() -> Non
             break
     else:
         pytest.fail(f"the first of all got {urgent.sequences[0].num_computed_tokens} of 12 tokens in 20 steps")
+
+
+# -- choices of one request
+
+
+@pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(400, 128), (400, 8), (20, 64)])
+def test_128_choices_compute_the_prompt_once_and_each_gives_its_own(num_blocks: int, max_num_seqs: int) -> None:
+    core = make_core(
+        FaultyExecutor(num_blocks=num_blocks), max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + 8
+    )
+    request = make_request("many", range(30), n=128, max_tokens=5)
+    outputs, _ = run(core, [request])
+    assert outputs == {("many", index): expected_tokens(request) for index in range(128)}
+    assert is_idle(core)
+    if num_blocks == 400:
+        # the prompt once, its last token for each other choice (its last block for those who came when the first had
+        # ended), and four tokens of each that follow the first
+        assert core.statistics().num_computed_tokens <= 30 + 127 * 2 + 128 * 4
+
+
+@pytest.mark.parametrize(("max_tokens", "num_blocks"), [(4, 64), (5, 5)], ids=["it has ended", "it gave way"])
+def test_a_choice_that_cannot_fork_from_the_first_has_the_full_blocks_of_the_prompt(
+    max_tokens: int, num_blocks: int
+) -> None:
+    """It waits without holding any, and finds them by their content or on the table of who gives way to it."""
+    executor = FaultyExecutor(num_blocks=num_blocks)
+    core = make_core(executor, max_num_seqs=1, credit_window=4)
+    request = make_request("a", range(15), n=2, max_tokens=max_tokens)
+    core.add(request)
+    first, second = request.sequences
+    while second.status is not Status.RUNNING:
+        assert not second.block_table
+        core.step()  # nobody reads: the first is paused after a window, if it has not ended
+        core.check()
+    assert first.status is (Status.FINISHED if max_tokens == 4 else Status.PARKED)
+    (row,) = executor.plans[-1].rows
+    assert (row.start, len(row.token_ids)) == (12, 3)
+    assert not row.block_copies, "it copied a block that was there no more"
+
+
+def test_choices_wait_for_who_runs_when_their_prompt_is_computed_and_for_nobody_later() -> None:
+    """A row is taken from nobody: who came while the prompt was computed, and runs, stays before the choices
+    that follow; who comes after them does not, however few rows there are."""
+    core = make_core(max_num_seqs=4, max_num_batched_tokens=8)
+    add(core, "choices", 9, n=2, max_tokens=6)
+    step(core)
+    add(core, "meanwhile", 3, max_tokens=20)
+    while core.queues.num_running < 2:
+        step(core)
+    core._token_limit.ran_out(1)  # one row a step from now on, as when memory is short
+    add(core, "later", 2, max_tokens=20)
+    ends: list[tuple[str, int]] = []
+    num_steps = 0
+    while core.has_work():
+        core._token_limit.ran_out(1)
+        requests = dict(core._requests)
+        step(core)
+        num_steps += 1
+        ends += [
+            (name, sequence.index)
+            for name, request in requests.items()
+            for sequence in request.sequences
+            if sequence.is_finished and (name, sequence.index) not in ends
+        ]
+        if ends and ends[-1] == ("choices", 1):
+            assert num_steps <= 2 * (9 + 6) + 3 + 20
+    assert ends == [("choices", 0), ("meanwhile", 0), ("choices", 1), ("later", 0)]
