@@ -15,7 +15,7 @@ import torch
 
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.core.request import FinishReason
-from trio_llm.core.sampling_params import SamplingParams
+from trio_llm.core.sampling_params import SamplingParams, StructuredOutput
 from trio_llm.core.step import Row, SamplingTask, StepPlan, StepResult
 from trio_llm.engine.simulation import ByteTokenizer
 
@@ -44,6 +44,26 @@ class Poison:
     choice: int = 0
 
 
+@attrs.frozen
+class Form:
+    """A structured output: so many letters, then the end."""
+
+    length: int
+    refused: bool = False
+    """It cannot be compiled."""
+
+    @property
+    def structure(self) -> StructuredOutput:
+        """What a request for it says."""
+        return StructuredOutput("regex", "(" if self.refused else f"[a-p]{{{self.length}}}")
+
+    def allow(self, token: int, output_index: int) -> int:
+        """The token, or what comes in its place where the form does not allow it."""
+        if output_index >= self.length:
+            return END
+        return LETTERS[0] if token == END else token
+
+
 def next_token(context: list[int], key: int, output_index: int, poison: Poison | None, choice: int) -> int:
     """The model.  It repeats itself now and then, so that drafts can be right."""
     if (
@@ -59,7 +79,12 @@ def next_token(context: list[int], key: int, output_index: int, poison: Poison |
 
 
 def reference(
-    prompt: Sequence[int], params: SamplingParams, choice: int, poison: Poison | None, eos: frozenset[int]
+    prompt: Sequence[int],
+    params: SamplingParams,
+    choice: int,
+    poison: Poison | None,
+    eos: frozenset[int],
+    form: Form | None = None,
 ) -> tuple[list[int], str, FinishReason]:
     """Tokens, text and reason of one choice that nothing disturbs, worked out with no engine at all."""
     assert params.seed is not None and params.max_tokens is not None
@@ -68,6 +93,8 @@ def reference(
     text = ""
     while len(tokens) < params.max_tokens:
         token = next_token(context, key, len(tokens), poison, choice)
+        if form is not None:
+            token = form.allow(token, len(tokens))
         tokens.append(token)
         context.append(token)
         if token in eos or token in params.stop_token_ids:
@@ -171,9 +198,13 @@ class SimulatedExecutor(FakeExecutor):
             self._fail_once(RuntimeError("injected"))
         failures: dict[int, Exception] = {}
         for place, row in enumerate(handle.rows):
-            if row.sample and self._poison(row) == "row is not finite":
-                self._count("row is not finite")
-                failures[place] = FloatingPointError("not finite")
+            match self._poison(row) if row.sample else None:
+                case "row is not finite":
+                    self._count("row is not finite")
+                    failures[place] = FloatingPointError("not finite")
+                case "processor raises":
+                    self._count("processor raises")
+                    failures[place] = ValueError("the form has no next token")
         if not failures:
             return result
         tokens = tuple(() if place in failures else each for place, each in enumerate(result.token_ids))
@@ -200,5 +231,11 @@ class SimulatedExecutor(FakeExecutor):
         params, choice = task.params, task.choice
         assert params.seed is not None
         key, poison = params.seed & 0xFFFFFF, self.poisons.get(params.seed)
-        self.next_token = lambda context, index: next_token(context, key, index, poison, choice)
+        form = task.grammar
+
+        def choose(context: list[int], index: int) -> int:
+            token = next_token(context, key, index, poison, choice)
+            return form.allow(token, index) if isinstance(form, Form) else token
+
+        self.next_token = choose
         return super()._sample(row)

@@ -75,9 +75,11 @@ class Reading:
             assert generation.usage.completion_tokens == 0
             assert not any(delta.token_ids for delta in self.deltas)
             return door
-        eos = frozenset() if generation.params.ignore_eos else frozenset({END})
+        eos = frozenset({END}) if script.form or not generation.params.ignore_eos else frozenset()
         for choice in generation.choices:
-            tokens, text, reason = reference(script.prompt, generation.params, choice.index, script.poison, eos)
+            tokens, text, reason = reference(
+                script.prompt, generation.params, choice.index, script.poison, eos, script.form
+            )
             mine = [delta for delta in self.deltas if delta.index == choice.index]
             read = [token for delta in mine for token in delta.token_ids]
             assert choice.finish_reason is not None
@@ -106,6 +108,9 @@ class Reading:
                 assert len(script.prompt) + (script.params.max_tokens or 1) > MAX_MODEL_LEN
                 return "refused: too long"
             case InvalidRequest():
+                if self.error.field == "structured_output":
+                    assert script.form is not None and script.form.refused
+                    return "refused: form"
                 assert self.error.field == "request_id", self.error
                 return "refused: id in use"
             case ReaderStalled():
@@ -144,6 +149,8 @@ class Reading:
             return "died in flight" if reason is FinishReason.ERROR else "closed in flight"
         assert reason is FinishReason.STOP, "neither ended by itself nor by anybody"
         last = {choice.token_ids[-1] for choice in generation.choices if choice.finish_reason is FinishReason.STOP}
+        if END in last and self.script.form is not None:
+            return "end: form"
         if END in last and not generation.params.ignore_eos:
             return "end: end token"
         return "end: stop token" if last & set(generation.params.stop_token_ids) else "end: stop string"

@@ -18,6 +18,7 @@ from trio.testing import MockClock
 from trio_llm.core.draft_model import DraftModel
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.request import Request, Sequence, Status
+from trio_llm.core.sampling_params import StructuredOutput
 from trio_llm.core.speculation import speculation_for
 from trio_llm.core.step import SequenceOutput
 from trio_llm.core.step_costs import StepCosts
@@ -27,36 +28,16 @@ from trio_llm.engine.generation import Generation
 from trio_llm.engine.nursery import run_engine
 from trio_llm.engine.simulation import FakeModel
 from trio_llm.engine.worker import Report, Worker
-from trio_llm.errors import EngineDead, TrioLLMError
+from trio_llm.errors import EngineDead, InvalidRequest, TrioLLMError
 
-from .model import END, BrokenTokenizer, Crash, SimulatedExecutor
+from .model import END, BrokenTokenizer, Crash, Form, SimulatedExecutor
 from .reader import Reading, WalkedOutError
 from .replay import replayable
+from .stays import Stay, check_waits
 from .traffic import Prompt, Script, make_traffic
 
-
-@attrs.define(eq=False)
-class Stay:
-    """A request in the core, in steps."""
-
-    request: Request
-    began: int
-    running: set[str]
-    """Those that ran when it came, or when its choices joined the queue."""
-    num_preemptions: int = 0
-    was_paused: bool = False
-    ended: int = 2**31
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.request.priority, self.request.arrival
-
-    @property
-    def num_tokens(self) -> int:
-        """The most that it may have to compute."""
-        assert self.request.params.max_tokens is not None
-        length = len(self.request.prompt_token_ids) + self.request.params.max_tokens
-        return length * (self.request.params.n + self.num_preemptions)
+DRAFT_FAULT_RATE = 0.15
+"""Of the draft model's steps: it has far fewer than the engine."""
 
 
 @attrs.define
@@ -83,7 +64,11 @@ def simulate(seed: int, log: list[object] | None = None) -> Totals:
         log: takes all that happens, in order.
     """
     simulation = Simulation(seed, log)
-    with replayable(simulation.random), mock.patch.object(generation_module, "tokenize", slow_tokenize):
+    with (
+        replayable(simulation.random),
+        mock.patch.object(generation_module, "tokenize", slow_tokenize),
+        mock.patch.object(generation_module, "compile_grammar", simulation.slow_compile),
+    ):
         trio.run(simulation.run, clock=MockClock(autojump_threshold=0))
     return simulation.totals
 
@@ -107,9 +92,10 @@ class Simulation:
         self.totals = Totals()
         self.traffic = make_traffic(self.random)
         poisons = {script.params.seed: script.poison for script in self.traffic.scripts if script.poison is not None}
+        self.forms = {script.params.structured_output: script.form for script in self.traffic.scripts if script.form}
         self.executor = SimulatedExecutor(self.traffic.info, self.random, self.traffic.fault_rate, poisons)
         # a draft model that mostly agrees: nothing is wrong with any request there, but its steps fail too
-        self.draft_executor = SimulatedExecutor(self.traffic.info, Random(seed), self.traffic.fault_rate, {})
+        self.draft_executor = SimulatedExecutor(self.traffic.info, Random(seed), DRAFT_FAULT_RATE, {})
         self.model = FakeModel(tokenizer=BrokenTokenizer(), eos_token_ids={END})
         self.generations: list[Generation] = []
         self.ends: Counter[tuple[str, int, int]] = Counter()
@@ -117,6 +103,17 @@ class Simulation:
         self.stays: dict[str, Stay] = {}
         """By the core's id of a request."""
         self.num_steps = 0
+
+    async def slow_compile(self, compiler: object, structure: StructuredOutput | None, limiter: object) -> Form | None:
+        """In place of the compiler and its thread."""
+        if structure is None:
+            return None
+        form = self.forms[structure]
+        if form.length % 2:
+            await trio.sleep(form.length % 4)
+        if form.refused:
+            raise InvalidRequest("the form is none", field="structured_output")
+        return form
 
     def note(self, *event: object) -> None:
         if self.log is not None:
@@ -171,6 +168,8 @@ class Simulation:
         self.add, core.add = core.add, self.noted_add  # type: ignore[method-assign]
         self.finish, core.finish = core.finish, self.noted_finish  # type: ignore[method-assign]
         self.preempt, queues.preempt = queues.preempt, self.noted_preempt  # type: ignore[method-assign]
+        scheduler = core.scheduler
+        self.distrust, scheduler.distrust = scheduler.distrust, self.noted_distrust  # type: ignore[method-assign]
         return self.model, core
 
     def noted_add(self, request: Request) -> None:
@@ -189,6 +188,13 @@ class Simulation:
     def noted_preempt(self, sequence: Sequence) -> None:
         self.stays[sequence.request.id].num_preemptions += 1
         self.preempt(sequence)
+
+    def noted_distrust(self, sequence: Sequence) -> bool:
+        waits = self.distrust(sequence)
+        if waits:
+            running = {other.request.id for other in self.core.queues.running}
+            self.stays[sequence.request.id].running |= running
+        return waits
 
     async def drive(self, worker: Worker, deliver: Callable[[Report], None]) -> None:
         """Turns of the worker, and behind them, in order but late, the deliveries."""
@@ -250,7 +256,7 @@ class Simulation:
         ready = [sequence for sequence in queues.running if not queues.is_paused(sequence)]
         before = [(sequence.num_tokens, sequence.num_computed_tokens) for sequence in ready[:1]]
         num_failed_steps, num_faults = core.statistics().num_failed_steps, sum(self.executor.counts.values())
-        num_not_finite = self.executor.counts.get("row is not finite", 0)
+        num_failed_rows = self.num_failed_rows()
         outputs = self.step(now)
         core.check()
         for request_id in following:
@@ -262,7 +268,7 @@ class Simulation:
         for sequence, (num_tokens, num_computed_tokens) in zip(ready[:1], before, strict=True):
             has_moved = sequence.num_tokens > num_tokens or sequence.num_computed_tokens > num_computed_tokens
             # one whose row failed is tried once more without drafts, and once without blocks of others
-            is_retried = self.executor.counts.get("row is not finite", 0) > num_not_finite
+            is_retried = self.num_failed_rows() > num_failed_rows
             assert has_moved or sequence.is_finished or is_retried, "the first of all was passed over"
         # those whose prompt another choice has just computed, who was preempted, and who failed on others' blocks,
         # join the queue after admission
@@ -277,19 +283,8 @@ class Simulation:
         self.note("step", [(output.request_id, output.index, output.token_ids) for output in outputs])
         return outputs
 
-    def check_waits(self) -> None:
-        """Nobody starves: a request stays no more steps than those before it have tokens to compute."""
-        for request_id, stay in self.stays.items():
-            if stay.was_paused:
-                continue
-            before = [
-                other
-                for other_id, other in self.stays.items()
-                if other.began <= stay.ended
-                and other.ended >= stay.began
-                and (other.order <= stay.order or other_id in stay.running)
-            ]
-            assert stay.ended - stay.began <= sum(other.num_tokens for other in before), f"{request_id} starved"
+    def num_failed_rows(self) -> int:
+        return sum(self.executor.counts.get(kind, 0) for kind in ("row is not finite", "processor raises"))
 
     def check_counters(self) -> None:
         if self.engine is not None:
@@ -373,10 +368,11 @@ class Simulation:
         if self.traffic.end != "die":
             self.core.check()
             assert (core.num_running, core.num_waiting, core.num_free_blocks) == (0, 0, core.num_blocks)
-            self.check_waits()
+            check_waits(self.stays)
             assert not self.executor.sequences and not self.draft_executor.sequences and not self.core._requests
             assert self.core.speculation is None or not self.core.speculation._records
         self.totals.faults.update(self.executor.counts)
+        self.totals.faults["a step of the draft model raises"] += sum(self.draft_executor.counts.values())
         self.totals.events.update(
             requests=len(self.generations),
             admitted=len(admitted),

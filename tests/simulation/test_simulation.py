@@ -35,6 +35,7 @@ EXITS = [
     "end: stop token",
     "end: stop string",
     "end: length",
+    "end: form",
     "deadline",
     "cancelled",
     "cancelled before it is let in",
@@ -50,6 +51,7 @@ EXITS = [
     "refused: queued tokens",
     "refused: too long",
     "refused: id in use",
+    "refused: form",
     "refused: draining",
     "refused: dead",
     "closed in flight",
@@ -64,7 +66,9 @@ FAULTS = [
     "row raises",
     "row runs out of memory",
     "row is not finite",
+    "processor raises",
     "admit raises",
+    "a step of the draft model raises",
 ]
 EVENTS = [
     "preemptions",

@@ -10,7 +10,7 @@ from trio_llm.config import EngineSettings
 from trio_llm.core.executor import ExecutorInfo
 from trio_llm.core.sampling_params import SamplingParams
 
-from .model import LETTERS, VOCAB_SIZE, Poison
+from .model import LETTERS, VOCAB_SIZE, Form, Poison
 
 NUM_REQUESTS = 210
 NUM_LATE = 16
@@ -34,7 +34,14 @@ DOORS = {
     "stalled": 8,
 }
 """How readers mean to leave, and how often."""
-POISONS = ["row raises", "row runs out of memory", "row is not finite", "admit raises", "tokenizer raises"]
+POISONS = [
+    "row raises",
+    "row runs out of memory",
+    "row is not finite",
+    "processor raises",
+    "admit raises",
+    "tokenizer raises",
+]
 
 
 class Prompt(list[int]):
@@ -63,6 +70,7 @@ class Script:
     drains: bool
     """Whether it reads all that is there at once."""
     poison: Poison | None
+    form: Form | None
     request_id: str
 
 
@@ -91,7 +99,7 @@ def make_traffic(random: Random) -> Traffic:
         stall_timeout=25.0,
         step_timeout=1000.0,
         enable_prefix_caching=random.random() < 0.8,
-        speculative_method=random.choice(["off", "ngram", "draft_model"]),
+        speculative_method=random.choice(["off", "ngram", "draft_model", "draft_model"]),
         speculative_model="simulated",
         num_speculative_tokens=random.choice([2, 8]),
     )
@@ -135,7 +143,7 @@ def _script(random: Random, number: int, arrival: int, prefixes: list[list[int]]
     if random.random() < 0.03:
         max_tokens = MAX_MODEL_LEN  # can never fit
     poison = None
-    if door == "read to the end" and random.random() < 0.4:
+    if door == "read to the end" and random.random() < 0.5:
         poison = Poison(random.choice(POISONS), random.choice([0, 0, 1, 3]), random.randrange(n))
     stop = tuple(
         "".join(map(chr, random.choices(LETTERS, k=random.randrange(1, 3)))) for _ in range(random.choice([0, 0, 1, 2]))
@@ -143,6 +151,9 @@ def _script(random: Random, number: int, arrival: int, prefixes: list[list[int]]
     stop_token_ids = tuple(random.choices(LETTERS, k=random.choice([0, 0, 1])))
     if door == "stalled":
         stop, stop_token_ids, max_tokens = (), (), window + 4
+    form = None
+    if door != "stalled" and random.random() < 0.16:
+        form = Form(random.randrange(8), refused=random.random() < 0.3)
     delay = random.choice([0, 2, 4, 6, 8, 12, 16])
     if door in {"abort", "abort by id", "abort twice"}:
         delay, max_tokens = max(delay, 4), max(max_tokens, 12)
@@ -156,6 +167,7 @@ def _script(random: Random, number: int, arrival: int, prefixes: list[list[int]]
             seed=number + (random.getrandbits(16) << 10),
             stop=stop,
             stop_token_ids=stop_token_ids,
+            structured_output=None if form is None else form.structure,
             ignore_eos=door == "stalled" or random.random() < 0.1,
         ),
         priority=random.choice([0, 0, 0, -1, 1]),
@@ -166,6 +178,7 @@ def _script(random: Random, number: int, arrival: int, prefixes: list[list[int]]
         pace=random.choice([0, 0, 0, 0, 1, 5]),
         drains=random.random() < 0.2,
         poison=poison,
+        form=form,
         # now and then an id that may still be in use
         request_id=f"r{number - 1 if random.random() < 0.06 else number}",
     )
