@@ -55,6 +55,7 @@ def served(monkeypatch):
 def test_flags_reach_the_settings(served, monkeypatch):
     monkeypatch.setenv("TRIO_LLM_HOST", "environment")
     arguments = "serve some.gguf --port 0 --max-num-seqs 3 --kv-cache-memory 1GiB --trust-remote-code"
+    arguments += " --no-enable-prefix-caching"
     names = "--served-model-name a --served-model-name b"
     with pytest.raises(SystemExit) as left:
         cli.main([*arguments.split(), *names.split()])
@@ -65,6 +66,7 @@ def test_flags_reach_the_settings(served, monkeypatch):
     assert settings.engine.max_num_seqs == 3
     assert settings.engine.kv_cache_memory == 2**30
     assert settings.engine.trust_remote_code is True
+    assert settings.engine.enable_prefix_caching is False
 
 
 def test_no_flags_are_the_defaults(served):

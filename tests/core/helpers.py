@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 
 from trio_llm.config import EngineSettings
 from trio_llm.core.engine_core import EngineCore
@@ -145,3 +148,22 @@ def is_idle(core: EngineCore) -> bool:
     """Nothing runs or waits and every block is free."""
     statistics = core.statistics()
     return statistics.num_running == statistics.num_waiting == 0 and statistics.num_free_blocks == statistics.num_blocks
+
+
+def count_calls(function: Callable[[], object]) -> int:
+    """Calls of functions, Python's own included, that `function` makes."""
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    gc.disable()  # what a collection calls (hypothesis has a hook there) is not the product's
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return num_calls

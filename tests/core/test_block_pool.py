@@ -12,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from trio_llm.core.block_pool import BlockPool, block_hash, root_hash
 
+from .helpers import count_calls
+
 NUM_BLOCKS = 9
 CONTENTS = [bytes([letter]) for letter in b"abcdefg"]
 
@@ -269,3 +271,37 @@ def test_check_sees_planted_corruption(corrupt: Callable[[BlockPool, list[list[i
     corrupt(pool, tables)
     with pytest.raises(AssertionError):
         pool.check(tables)
+
+
+# -- what it costs
+
+
+@pytest.mark.parametrize("num_blocks", [10, 100])
+def test_a_block_costs_the_same_in_a_pool_of_any_size(num_blocks: int) -> None:
+    """Allocating (which evicts where all free blocks are cached), registering, freeing, finding and holding."""
+
+    def costs(size: int, count: int) -> list[int]:
+        pool = BlockPool(size, 4)
+        everything = pool.allocate(size)
+        assert everything is not None
+        for block in everything:
+            pool.register(block, b"old %d" % block)
+        pool.free(everything)
+        names = [b"new %d" % number for number in range(count)]
+        table: list[int] = []
+
+        def register() -> None:
+            for block, name in zip(table, names, strict=True):
+                pool.register(block, name)
+
+        return [
+            count_calls(lambda: table.extend(pool.allocate(count) or [])),
+            count_calls(register),
+            count_calls(lambda: pool.free(table)),
+            count_calls(lambda: pool.lookup(names)),
+            count_calls(lambda: pool.hold(table)),
+        ]
+
+    assert costs(200, num_blocks) == costs(20_000, num_blocks)
+    for one, ten in zip(costs(200, num_blocks // 10), costs(200, num_blocks), strict=True):
+        assert ten <= 10 * one

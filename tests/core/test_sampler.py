@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -343,6 +345,40 @@ def test_a_draw_does_not_depend_on_its_neighbours() -> None:
     together = sample(logits, draws)
     assert together == [sample(logits[row : row + 1], [draws[row]])[0] for row in range(12)]
     assert together == sample(logits.flip(0), draws[::-1])[::-1]
+
+
+class _Operations(TorchDispatchMode):
+    """Counts torch's operations, and the largest row that one of them sorts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.largest_sorted = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        result = function(*args, **(kwargs or {}))
+        if "sort" in str(function):
+            self.largest_sorted = max(self.largest_sorted, args[0].shape[-1])
+        if "topk" in str(function):
+            self.largest_sorted = max(self.largest_sorted, result[0].shape[-1])
+        return result
+
+
+def test_mixed_rows_cost_one_pass_and_no_vocabulary_is_sorted() -> None:
+    """About as many operations for forty rows of all kinds as for ten."""
+    kinds = [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 40, "min_p": 0.1}, {"typical_p": 0.5}]
+
+    def operations(num_rows: int) -> _Operations:
+        logits = torch.stack([random_logits(5000, 3.0, seed % 10) for seed in range(num_rows)])
+        draws = [draw(seed=seed % 10, **kinds[seed % 5]) for seed in range(num_rows)]
+        with _Operations() as counted:
+            sample(logits, draws)
+        return counted
+
+    ten, forty = operations(10), operations(40)
+    assert forty.count <= 1.1 * ten.count < 400
+    assert max(ten.largest_sorted, forty.largest_sorted) <= MAX_SORTED + 1
 
 
 def test_greedy_is_untouched_by_seed_and_limits() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import sys
 from collections.abc import Callable
-from types import FrameType
 
 import pytest
 
@@ -14,7 +11,7 @@ from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.core.queues import COMPACT_ABOVE
 
-from .helpers import is_idle, make_core, make_request
+from .helpers import count_calls, is_idle, make_core, make_request
 
 WAITING = [10, 100, 1_000, 10_000]
 
@@ -33,25 +30,6 @@ class Priority(int):
         return int(self) == other
 
     __hash__ = int.__hash__
-
-
-def count_calls(function: Callable[[], object]) -> int:
-    """Calls of functions, Python's own included, that `function` makes."""
-    num_calls = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal num_calls
-        num_calls += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    gc.disable()  # what a collection calls (hypothesis has a hook there) is not the scheduler's
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-        gc.enable()
-    return num_calls
 
 
 def core_with_waiting(num_waiting: int, kind: type[int] = int) -> EngineCore:

@@ -75,7 +75,7 @@ def next_token(context: list[int], key: int, output_index: int, poison: Poison |
     value = zlib.crc32(bytes(context), key + choice)
     if value % 4 and len(context) > 5 and context[-5] in LETTERS:
         return context[-5]
-    return END if value % 29 == 0 else LETTERS[(value >> 8) % len(LETTERS)]
+    return END if value % 25 == 0 else LETTERS[(value >> 8) % len(LETTERS)]
 
 
 def reference(
