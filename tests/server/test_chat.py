@@ -28,6 +28,14 @@ async def test_unary(serving):
         await server.assert_all_free()
 
 
+async def test_as_many_choices_as_may_be_asked_for(serving):
+    async with serving() as server:
+        answer = await server.ask("POST", "/v1/chat/completions", {**HI, "max_tokens": 2, "n": 128, "seed": 1})
+        assert [choice["index"] for choice in answer.json["choices"]] == list(range(128))
+        assert answer.json["usage"]["completion_tokens"] == 2 * 128
+        await server.assert_all_free()
+
+
 @pytest.mark.parametrize("n", [1, 3])
 async def test_stream(serving, n):
     async with serving() as server:
