@@ -7,6 +7,8 @@ Any other exception belongs to some row, and the rows by themselves show whose i
 
 from __future__ import annotations
 
+import sys
+
 import attrs
 
 from trio_llm.core.step import Row, StepPlan
@@ -20,9 +22,8 @@ OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_S
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: CUDA's and other accelerators' own error, the CPU allocator's, or Python's."""
-    import torch
-
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    torch = sys.modules.get("torch")  # where nobody has imported it, nobody has raised its errors
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
