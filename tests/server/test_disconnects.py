@@ -103,7 +103,7 @@ async def test_two_hundred_random_disconnects(serving, launch):
                 await trio.lowlevel.checkpoint()
             client.stream.socket.close()
 
-        with trio.fail_after(60):
+        with trio.fail_after(300):  # of a machine that has much else to do
             for _ in range(10):
                 async with trio.open_nursery() as nursery:
                     for _ in range(20):
