@@ -197,7 +197,9 @@ ROWS = {
     "input[].call_id": reads({"input": [CALL, OUTPUT]}, "tool: c1sun"),
     "input[].name": reads({"input": [CALL, OUTPUT]}, 'c1<tool_call>\n{"name": "weather"'),
     "input[].arguments": reads({"input": [CALL, OUTPUT]}, '"arguments": {"in": "Bern"}'),
-    "input[].output": reads({"input": [CALL, {**OUTPUT, "output": [{"type": "input_text", "text": "rain"}]}]}, "c1rain"),
+    "input[].output": reads(
+        {"input": [CALL, {**OUTPUT, "output": [{"type": "input_text", "text": "rain"}]}]}, "c1rain"
+    ),
     "input[].content[].type": reads(message(role="assistant", content=[REFUSAL]), "assistant: never"),
     "input[].content[].text": reads(message(content=[PART, {"type": "output_text", "text": "you"}]), "hi\nyou"),
     "input[].content[].refusal": reads(message(role="assistant", content=[REFUSAL]), "assistant: never"),

@@ -124,7 +124,7 @@ SMALLEST = {
 
 @pytest.mark.parametrize("title", compatibility.TEXT_TABLES)
 async def test_every_row_of_the_tables_is_treated_as_it_says(serving, title, capsys):
-    """Supported rows are what the other tests of these endpoints are about."""
+    """What is supported is tried in the next test."""
     method, path = title.split()
     smallest = SMALLEST[title]
     async with open_embedder(FakeEmbeddingModel(), encoder=FakeEncoder()) as embedder:
@@ -145,6 +145,49 @@ async def test_every_row_of_the_tables_is_treated_as_it_says(serving, title, cap
                     capsys.readouterr()
                     assert (await lenient.ask(method, path, {**smallest, name: [5]})).status == 200
                     assert name in capsys.readouterr().out
+
+
+THINGS = {
+    "model": {"model": "embed"},
+    "prompt": {"prompt": "ho"},
+    "tokens": {"tokens": [2]},
+    "add_special_tokens": {"add_special_tokens": False},
+    "return_token_strs": {"return_token_strs": True},
+    "messages": {"prompt": None, "messages": MESSAGES},
+}
+OF_MESSAGES = {
+    "tools": {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    "add_generation_prompt": {"add_generation_prompt": False},
+    "continue_final_message": {"continue_final_message": True},
+    "chat_template_kwargs": {"chat_template_kwargs": {"mood": "good"}},
+}
+OF_EMBEDDINGS = {
+    "model": {"model": "fake"},
+    "input": {"input": "ho"},
+    "encoding_format": {"encoding_format": "base64"},
+    "dimensions": {"dimensions": 2},
+}
+
+
+@pytest.mark.parametrize("title", compatibility.TEXT_TABLES)
+async def test_every_supported_row_does_something(serving, title):
+    tokenizer = trained("byte-level")
+    tokenizer.chat_template = (
+        "{{ tools | length if tools }}{{ mood }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        "{{ eos_token }}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer.add_bos_token = True
+    model = FakeModel(tokenizer=tokenizer)
+    executor = FakeExecutor(ExecutorInfo(num_blocks=8, block_size=4, vocab_size=len(tokenizer), max_model_len=64))
+    method, path = title.split()
+    rows = OF_EMBEDDINGS if path == "/v1/embeddings" else THINGS | OF_MESSAGES
+    _, table = compatibility.TEXT_TABLES[title]
+    async with open_embedder(FakeEmbeddingModel(dimensions={2}), encoder=FakeEncoder()) as embedder:
+        async with serving(prepare=partial(_add, embedder), model=model, executor=executor) as server:
+            for name in (name for name, row in table.items() if row.treatment == "supported"):
+                before = SMALLEST[title] | ({"prompt": None, "messages": MESSAGES} if name in OF_MESSAGES else {})
+                one, other = [(await server.ask(method, path, body)).json for body in (before, before | rows[name])]
+                assert "error" not in one and one != other, name
 
 
 def _add(embedder, app):

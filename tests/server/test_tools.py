@@ -268,6 +268,21 @@ async def test_a_call_comes_back_in_the_history(serving):
         assert '<tool_call>\n{"name": "weather"' in prompt and "sunny" in prompt
 
 
+@pytest.mark.parametrize("stop", ["}", "Bern"])
+async def test_a_call_that_a_stop_string_cuts_is_content(serving, stop):
+    executor, model = random_model(template=CALLING)
+    tool = function("weather", city={"enum": ["Bern"]})
+    tool["function"]["parameters"]["additionalProperties"] = False
+    forced = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    async with serving(executor=executor, model=model) as server:
+        (choice,), _ = await ask(server, **forced, max_tokens=200, stop=["never"], temperature=0)
+        assert calls_of(choice) == [("weather", {"city": "Bern"})]
+        (choice,), _ = await ask(server, **forced, max_tokens=200, stop=[stop], temperature=0)
+        assert "tool_calls" not in choice["message"]
+        assert '"arguments"' in choice["message"]["content"] and stop not in choice["message"]["content"]
+        assert choice["finish_reason"] == "stop"
+
+
 REFUSED = [
     ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": "never"}, "invalid_value", "tool_choice"),

@@ -78,12 +78,15 @@ class Reading:
     def parser(self, engine: Engine, generation: Generation) -> OutputParser:
         """What reads one choice."""
         reasoning, tools = self.reasoning_format, self.tool_format
+        can_be_stopped = bool(generation.params.stop or generation.params.stop_token_ids)
         return OutputParser(
             None
             if reasoning is None
             else reasoning.parser(inside=reasoning.begins_inside(engine.tokenizer, generation.prompt_token_ids)),
-            # where a grammar has made the calls their arguments need not be checked before they are told
-            None if tools is None else tools.parser(self.choice.names, stream_arguments=self.grammar is not None),
+            # where a grammar makes the calls, and nothing stops it, arguments need not be checked before they are told
+            None
+            if tools is None
+            else tools.parser(self.choice.names, stream_arguments=self.grammar is not None and not can_be_stopped),
             reasoning_end_token_id=None if reasoning is None else reasoning.end_token_id,
         )
 
