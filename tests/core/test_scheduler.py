@@ -248,6 +248,19 @@ def test_drafts_are_dropped_before_anyone_is_preempted() -> None:
     assert core.statistics().num_preemptions == 0
 
 
+def test_drafts_leave_everyone_a_block_for_the_next_token() -> None:
+    """The last free block would serve the drafts of `a`; in the step after, `b` needs it."""
+    executor = FaultyExecutor(num_blocks=4)
+    core = make_core(executor, max_num_seqs=3, max_num_batched_tokens=64)
+    a, _ = add(core, "a", 2, max_tokens=4), add(core, "b", 7, max_tokens=4)
+    step(core)
+    a.sequences[0].draft_token_ids = [1, 2, 3]
+    for _ in range(2):
+        assert step(core).keys() == {("a", 0), ("b", 0)}
+    assert executor.plans[1].rows[0].num_drafts == 1, "what its own block has room for"
+    assert core.statistics().num_preemptions == 0
+
+
 def test_who_prefills_is_not_starved_when_readers_come_back_all_at_once() -> None:
     """Paused sequences make room in the batch for newcomers; when they go on, more may run than fit a step."""
     core = make_core(max_num_seqs=2, max_num_batched_tokens=4, credit_window=1)
