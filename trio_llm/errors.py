@@ -76,6 +76,12 @@ class RequestFailed(TrioLLMError):
     kind = "request_failed"
 
 
+class FormFailed(RequestFailed):
+    """The form that a request asks for its text cannot be held: too much for its limits, or at odds with the rest."""
+
+    kind = "form_failed"
+
+
 class ReaderStalled(TrioLLMError):
     """The reader took nothing for longer than the stall limit."""
 

@@ -8,6 +8,8 @@ import re
 import pytest
 
 from tests.server.scripted import THINKING, random_model
+from trio_llm.errors import FormFailed
+from trio_llm.server.openai.field_names import rename
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -152,3 +154,43 @@ async def test_the_form_is_that_of_the_answer_alone(serving):
                 assert choice["finish_reason"] == "stop"
                 assert fits_schema(choice["message"]["content"])
             assert any("reasoning_content" in choice["message"] for choice in choices)
+
+
+GROWING = "start: x{1000}\nx: y{1000}\ny: z{1000}\nz: /[s]/"
+"""A grammar that is found to be too large when some of its text is there."""
+AT_ODDS = [
+    ({"structured_outputs": {"grammar": GROWING}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"choice": ["the"]}, "allowed_token_ids": [5]}, "structured_outputs.choice"),
+    ({"response_format": named(SMALL), "allowed_token_ids": [5]}, "response_format.json_schema.schema"),
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(("fields", "param"), AT_ODDS)
+async def test_a_form_that_cannot_be_held_is_a_bad_request(serving, path, fields, param):
+    """It is found out while the text is made: but nothing is wrong with the server, and trying again does not help."""
+    executor, model = random_model()
+    prompt = {"messages": [{"role": "user", "content": "the fox"}]} if path == CHAT else {"prompt": "the fox"}
+    async with serving(executor=executor, model=model) as server:
+        for stream in (False, True):
+            answer = await server.ask("POST", path, {"model": "fake", "stream": stream, **prompt, **fields})
+            assert answer.status == 400 or stream
+            error = answer.json["error"] if answer.status == 400 else answer.events[-2]["error"]
+            assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_value", param)
+            assert error["message"].startswith(param)
+        await server.assert_all_free()
+
+
+def test_fields_are_named_through_several_apis():
+    error = FormFailed("structured_output failed: too large", field="structured_output")
+    rename(error, {"structured_output": "response_format"}, {"response_format": "text.format"})
+    assert (error.field, error.message) == ("text.format", "text.format failed: too large")
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+async def test_very_long_strings_are_refused(serving, name):
+    async with serving() as server:
+        body = {"model": "fake", "prompt": "hi", "max_tokens": 1}
+        answer = await server.ask("POST", COMPLETIONS, {**body, name: ["x" * 4097]})
+        assert (answer.status, answer.json["error"]["param"]) == (400, name)
+        assert (await server.ask("POST", COMPLETIONS, {**body, name: ["x" * 4096]})).status == 200

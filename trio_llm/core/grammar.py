@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trio_llm.core.sampling_params import StructuredOutput
-from trio_llm.errors import InvalidRequest, RequestFailed
+from trio_llm.errors import FormFailed, InvalidRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -116,7 +116,7 @@ class GrammarState:
         """Forget the last tokens.
 
         Raises:
-            RequestFailed: the grammar does not find its way back.
+            FormFailed: the grammar does not find its way back.
         """
         outside = min(num_tokens, self._num_outside)
         self._num_outside -= outside
@@ -132,7 +132,7 @@ class GrammarState:
         """The tokens that may come next, with the end tokens where the text is complete.
 
         Raises:
-            RequestFailed: the grammar is too much for its limits, or broken.
+            FormFailed: the grammar is too much for its limits, or broken.
         """
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
         if self._matcher.is_error():
@@ -140,10 +140,10 @@ class GrammarState:
         known = self.grammar.vocabulary
         return words[: len(known)] & known
 
-    def failure(self) -> RequestFailed:
+    def failure(self) -> FormFailed:
         """Why it cannot go on."""
         reason = _reason(self._matcher.get_error()) or "the output is none of its texts"
-        return RequestFailed(f"structured_output failed: {reason}", field="structured_output")
+        return FormFailed(f"structured_output failed: {reason}", field="structured_output")
 
 
 class GrammarCompiler:

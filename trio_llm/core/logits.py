@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trio_llm.core.grammar import GrammarState, Words, without, words_of
 from trio_llm.core.step import SamplingTask
-from trio_llm.errors import RequestFailed
+from trio_llm.errors import FormFailed
 
 Ids = npt.NDArray[np.int64]
 
@@ -211,7 +211,7 @@ class Rewriter:
         """Forget all after the first `num_outputs` tokens of the output: they were drafts, or a step that failed.
 
         Raises:
-            RequestFailed: the grammar broke, or the output is not the grammar's.
+            FormFailed: the grammar broke, or the output is not the grammar's.
         """
         num_wrong = len(self._tokens) - self._num_prompt - num_outputs
         assert num_wrong >= 0, "a token of the output was not seen"
@@ -228,7 +228,7 @@ class Rewriter:
         """Say what is to be done to a row of logits that comes after the tokens so far.
 
         Raises:
-            RequestFailed: the grammar broke, or leaves no token together with what else is asked.
+            FormFailed: the grammar broke, or leaves no token together with what else is asked.
         """
         edits.biased.add(row, self._bias_ids, self._biases)
         if self._counts is not None:
@@ -261,7 +261,7 @@ class Rewriter:
             left = allowed & state.grammar.ends
         if not left.any():
             message = "structured_output and what else is asked (allowed_token_ids, bad_words) leave no token to choose"
-            raise RequestFailed(message, field="structured_output")
+            raise FormFailed(message, field="structured_output")
         return left
 
 

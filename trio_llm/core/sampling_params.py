@@ -12,6 +12,8 @@ import orjson
 from trio_llm.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 4
+MAX_STRING = 4096
+"""Characters of a stop string or a bad word: each token's text is compared with them."""
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 """Alternatives that may be asked for beside each token."""
@@ -79,7 +81,7 @@ def _token_ids(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 @attrs.frozen
 class Strings:
-    """A validator: at most so many strings, none of them empty."""
+    """A validator: at most so many strings, none of them empty or very long."""
 
     most: int
 
@@ -89,6 +91,10 @@ class Strings:
             raise InvalidRequest(f"{name} takes a string or several, none of them empty", field=name)
         if len(value) > self.most:
             raise InvalidRequest(f"{name} takes at most {self.most} strings, got {len(value)}", field=name)
+        longest = max(map(len, value), default=0)
+        if longest > MAX_STRING:
+            message = f"{name} takes strings of at most {MAX_STRING} characters, got one of {longest}"
+            raise InvalidRequest(message, field=name, limit=MAX_STRING)
 
 
 def _logit_bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:

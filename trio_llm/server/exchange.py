@@ -23,6 +23,10 @@ def new_request_id() -> str:
     return secrets.token_hex(12)
 
 
+def _as_it_is(error: TrioLLMError) -> None:
+    """Errors speak in the engine's words."""
+
+
 @attrs.define(eq=False)
 class Exchange:
     """What a request owns, so that every way out of it gives all of it back.
@@ -42,6 +46,8 @@ class Exchange:
     model: str | None = None
     generations: list[Generation] = attrs.field(factory=list)
     """Those that were admitted, in the order of the prompts."""
+    explain: Callable[[TrioLLMError], object] = _as_it_is
+    """Lets an error of a generation speak in the client's words."""
     failure: TrioLLMError | None = None
     """Why the server ended it; takes the place of the abort that carried it out."""
     error: TrioLLMError | None = None
@@ -116,6 +122,7 @@ class Exchange:
                 return deltas
             for generation in self.generations:
                 if generation.failure is not None:
+                    self.explain(generation.failure)
                     raise generation.failure from generation.failure.__cause__
             if all(choice.finish_reason for generation in self.generations for choice in generation.choices):
                 raise RequestFailed("the generation ended early")

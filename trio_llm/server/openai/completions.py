@@ -19,7 +19,7 @@ from trio_llm.errors import InvalidRequest
 from trio_llm.prompt.fill_in_the_middle import fill_in_the_middle
 from trio_llm.server.http import this_app, this_exchange
 from trio_llm.server.openai.chunks import AnyChunk, Chunks, Identity, timings_of, truncated_of, usage_of
-from trio_llm.server.openai.field_names import fields_called
+from trio_llm.server.openai.field_names import fields_called, rename
 from trio_llm.server.openai.generate import (
     answer,
     answer_stream,
@@ -56,6 +56,7 @@ async def completions() -> Response:
     prompts = _prompts(body, engine)
     with fields_called(names):
         identity = await start(exchange, engine, _with_suffix(prompts, body, engine), params, body, prefix="cmpl-")
+    exchange.explain = lambda error: rename(error, names)
     choices = [
         [_Choice(generation, prompt, body, engine) for _ in range(params.n)]
         for generation, prompt in zip(exchange.generations, prompts, strict=True)

@@ -27,6 +27,7 @@ _SERVER = "server_error"
 
 FAILURES: dict[str, Failure] = {
     "invalid_request": Failure(400, _REQUEST, "invalid_value"),
+    "form_failed": Failure(400, _REQUEST, "invalid_value"),
     "context_length_exceeded": Failure(400, _REQUEST, "context_length_exceeded"),
     "unsupported_parameter": Failure(400, _REQUEST, "unsupported_parameter"),
     "invalid_api_key": Failure(401, _REQUEST, "invalid_api_key"),

@@ -19,10 +19,20 @@ def fields_called(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except TrioLLMError as error:
+        rename(error, names)
+        raise
+
+
+def rename(error: TrioLLMError, *names: Mapping[str, str]) -> None:
+    """Let an error name its field as the client called it.
+
+    Args:
+        names: the client's names by the engine's; of several, each by those before it.
+    """
+    for renaming in names:
         ours = error.field or ""
-        theirs = names.get(ours)
+        theirs = renaming.get(ours)
         if theirs is not None:
             error.field = theirs
             if ours != "prompt":  # which is a word too
                 error.message = re.sub(rf"\b{re.escape(ours)}\b", theirs, error.message)
-        raise

@@ -21,7 +21,7 @@ from trio_llm.prompt.output_parser import OutputParser
 from trio_llm.server.exchange import Exchange
 from trio_llm.server.http import App
 from trio_llm.server.openai.chunks import Identity
-from trio_llm.server.openai.field_names import fields_called
+from trio_llm.server.openai.field_names import fields_called, rename
 from trio_llm.server.openai.generate import check_prompt_logprobs, finish, sampling_params, start
 from trio_llm.server.openai.messages import conversation
 from trio_llm.server.openai.speech import Speech
@@ -79,6 +79,7 @@ async def begin_turn(
             form = await form_of_text(params.structured_output, read, engine, prompt)
             params = attrs.evolve(params, structured_output=form, keep_special_tokens=read.special_token_ids)
             identity = await start(exchange, engine, [prompt], params, body, prefix=prefix)
+    exchange.explain = lambda error: rename(error, own_names, names or {})
     (generation,) = exchange.generations
     if read.is_plain:
         return Turn(identity, generation, None)
