@@ -392,6 +392,7 @@ REFUSED = [
     ({"thinking": {"type": "sometimes"}}, "thinking.type must be one of enabled, adaptive, disabled"),
     ({"tools": [{**WEATHER, "type": "web_search_20250305"}]}, "tools[0].type must be one of custom"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
+    ({"tools": [WEATHER, {"name": "a b", "input_schema": {}}]}, "tools[1].name must be of 1 to 64 letters"),
     ({"tools": [WEATHER] * 129}, "tools takes at most 128 entries"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
     ({"tool_choice": {"type": "any"}}, "tool"),

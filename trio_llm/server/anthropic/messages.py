@@ -8,6 +8,7 @@ from trio_llm.server.anthropic import wire
 from trio_llm.server.anthropic.answers import MessageEvents, message
 from trio_llm.server.anthropic.translation import NAMES, chat_request, parse_count_tokens, parse_messages
 from trio_llm.server.http import this_app, this_exchange
+from trio_llm.server.openai.field_names import names_of_tools
 from trio_llm.server.openai.generate import answer, answer_stream
 from trio_llm.server.openai.parsing import read_json
 from trio_llm.server.openai.turn import begin_turn, count_prompt_tokens
@@ -31,7 +32,7 @@ async def messages() -> Response:
     """Continue a conversation as Anthropic's API does, whole or as a stream."""
     app, exchange = this_app(), this_exchange()
     body = parse_messages(await read_json(request), lenient=app.settings.compat == "lenient")
-    turn = await begin_turn(app, exchange, chat_request(body), prefix="msg_", names=NAMES)
+    turn = await begin_turn(app, exchange, chat_request(body), prefix="msg_", names=_names(body))
     if body.stream:
         return await answer_stream(exchange, MessageEvents(turn, request_id=exchange.echoed_id), app.settings)
     await turn.finish(exchange)
@@ -44,5 +45,10 @@ async def count_tokens() -> Response:
     """Count the tokens that a message's prompt has; nothing is generated."""
     app = this_app()
     body = parse_count_tokens(await read_json(request), lenient=app.settings.compat == "lenient")
-    count = await count_prompt_tokens(app, chat_request(body), names=NAMES)
+    count = await count_prompt_tokens(app, chat_request(body), names=_names(body))
     return await answer(lambda: wire.TokenCount(input_tokens=count), is_large=False)
+
+
+def _names(body: wire.CountTokensRequest) -> dict[str, str]:
+    """What clients call the fields of the chat completion that this is."""
+    return NAMES | names_of_tools(len(body.tools or ()))

@@ -36,3 +36,9 @@ def rename(error: TrioLLMError, *names: Mapping[str, str]) -> None:
             error.field = theirs
             if ours != "prompt":  # which is a word too
                 error.message = re.sub(rf"\b{re.escape(ours)}\b", theirs, error.message)
+
+
+def names_of_tools(count: int) -> dict[str, str]:
+    """Names for `fields_called` where a tool is no object with a `function` in it, but the function itself."""
+    names = {f"tools[{place}].function.name": f"tools[{place}].name" for place in range(count)}
+    return {"tool_choice.function.name": "tool_choice.name", **names}

@@ -11,11 +11,12 @@ from trio_llm.errors import InvalidRequest
 from trio_llm.server.exchange import Exchange
 from trio_llm.server.http import App, this_app, this_exchange
 from trio_llm.server.openai import wire as chat
+from trio_llm.server.openai.field_names import names_of_tools
 from trio_llm.server.openai.generate import answer
 from trio_llm.server.openai.parsing import read_json
 from trio_llm.server.openai.responses import wire
 from trio_llm.server.openai.responses.answers import ResponseAnswer, plain_items
-from trio_llm.server.openai.responses.request import chat_request, names_of, parse
+from trio_llm.server.openai.responses.request import NAMES, chat_request, parse
 from trio_llm.server.openai.responses.store import ResponseStore, StoredResponse
 from trio_llm.server.openai.sse import stream
 from trio_llm.server.openai.turn import Turn, begin_turn
@@ -65,7 +66,9 @@ async def create_response() -> Response:
     before = [] if body.previous_response_id is None else _history(store, body.previous_response_id)
     history = [*before, *messages]
     chat_body = chat_request(body, history)
-    turn = await begin_turn(app, exchange, chat_body, prefix=PREFIX, names=names_of(body))
+    turn = await begin_turn(
+        app, exchange, chat_body, prefix=PREFIX, names=NAMES | names_of_tools(len(body.tools or ()))
+    )
     wants_store = store.capacity > 0 and body.store is not False
     writer = _Recorder(turn, body, history, exchange, store if wants_store else None)
     in_flight = store.in_flight

@@ -18,14 +18,13 @@ LOGPROBS = "message.output_text.logprobs"
 NAMES = {
     "messages": "input",
     "prompt": "input",
-    "tool_choice.function.name": "tool_choice.name",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
     "response_format.json_schema.name": "text.format.name",
     "response_format.json_schema.schema": "text.format.schema",
 }
-"""What fields of a chat completion are called here; see also `names_of`."""
+"""What fields of a chat completion are called here, besides those of tools."""
 
 _KINDS: dict[str, type[wire.InputItem]] = {
     "message": wire.InputMessage,
@@ -50,12 +49,6 @@ def parse(document: dict[str, Any], *, lenient: bool) -> tuple[wire.ResponseRequ
         if name != LOGPROBS:
             raise UnsupportedParameter(f"include[{place}] is not supported here", field=f"include[{place}]")
     return body, messages
-
-
-def names_of(body: wire.ResponseRequest) -> dict[str, str]:
-    """What fields of the chat completion that a request asks for are called in the request."""
-    tools = {f"tools[{place}].function.name": f"tools[{place}].name" for place in range(len(body.tools or ()))}
-    return NAMES | tools
 
 
 def chat_request(body: wire.ResponseRequest, history: list[chat.Message]) -> chat.ChatCompletionRequest:
