@@ -19,6 +19,7 @@ from trio_llm.server.json_schema import SUPPORT, Schemas
 from trio_llm.server.openai import fields
 from trio_llm.server.openai.embeddings import parse_embedding
 from trio_llm.server.openai.parsing import parse_chat, parse_completion
+from trio_llm.server.openai.responses.endpoints import MAX_PAGE
 from trio_llm.server.openai.tokenizer import parse_detokenize, parse_tokenize
 
 PARSERS = {
@@ -194,3 +195,17 @@ async def test_answers_are_as_described(serving):
                     check = jsonschema_rs.Draft202012Validator({**root, "components": document["components"]})
                     for chunk in chunks:
                         check.validate(chunk)
+
+
+def test_queries_are_described(app):
+    paths = openapi.document(app)["paths"]
+    items = paths["/v1/responses/{response_id}/input_items"]["get"]["parameters"]
+    assert [(entry["name"], entry["in"]) for entry in items] == [
+        ("response_id", "path"),
+        ("order", "query"),
+        ("after", "query"),
+        ("limit", "query"),
+    ]
+    assert items[3]["schema"]["maximum"] == MAX_PAGE
+    (model,) = paths["/tokenizer_info"]["get"]["parameters"]
+    assert (model["name"], model["in"], model.get("required", False)) == ("model", "query", False)

@@ -75,6 +75,8 @@ class Operation:
 
     request: type | None = None
     """The JSON body that it takes."""
+    query: Mapping[str, Mapping[str, Any]] = {}
+    """Schemas of what its query may have, none of which must be there."""
     answer: type | None = None
     """The JSON body that it gives."""
     event: Any = None
@@ -176,11 +178,13 @@ def _entry(
         entry["description"] = text
     if entry["tags"][0] in OPEN_BLUEPRINTS:
         entry["security"] = []
-    if rule.arguments:
-        entry["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for name in sorted(rule.arguments)
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in sorted(rule.arguments)
+    ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    if parameters:
+        entry["parameters"] = parameters
     if operation.request is not None:
         content = {"application/json": {"schema": schemas.of_request(operation.request)}}
         entry["requestBody"] = {"required": True, "content": content}

@@ -102,8 +102,8 @@ async function showAnswer(response, view) {
 
 function tryForm(path, method, operation) {
   const parameters = (operation.parameters ?? []).map((parameter) => {
-    const input = make("input", { name: parameter.name, required: "" });
-    return { name: parameter.name, input, label: make("label", {}, parameter.name, input) };
+    const input = make("input", { name: parameter.name, ...(parameter.required ? { required: "" } : {}) });
+    return { name: parameter.name, isQuery: parameter.in === "query", input, label: make("label", {}, parameter.name, input) };
   });
   const content = operation.requestBody?.content["application/json"];
   const body = content && make("textarea", { spellcheck: "false" });
@@ -123,7 +123,12 @@ function tryForm(path, method, operation) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     let url = path;
-    for (const { name, input } of parameters) url = url.replace(`{${name}}`, encodeURIComponent(input.value));
+    const query = new URLSearchParams();
+    for (const { name, isQuery, input } of parameters) {
+      if (!isQuery) url = url.replace(`{${name}}`, encodeURIComponent(input.value));
+      else if (input.value) query.set(name, input.value);
+    }
+    if (query.size) url += `?${query}`;
     const headers = body ? { "content-type": "application/json" } : {};
     abort = new AbortController();
     view.text.textContent = view.raw.textContent = view.status.textContent = "";

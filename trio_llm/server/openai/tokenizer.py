@@ -71,7 +71,7 @@ async def detokenize_tokens() -> Response:
 
 
 @blueprint.get("/tokenizer_info")
-@Operation(answer=TokenizerInfo)
+@Operation(answer=TokenizerInfo, query={"model": {"type": "string"}})
 async def tokenizer_info() -> Response:
     """What the tokenizer is; `?model=` names the model, by default it is the one that is listed first."""
     app = this_app()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from quart import Blueprint, Response, request
@@ -30,6 +31,11 @@ MAX_PAGE = 100
 """Items of one answer."""
 _PAGE = {"order": "desc", "after": "", "limit": "20"}
 """What a query for items may say, and what it says by default."""
+_QUERY: dict[str, dict[str, Any]] = {
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string", "description": "The id of the item behind which the page begins."},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": 20},
+}
 
 
 class _ResponseID(BaseConverter):
@@ -140,7 +146,7 @@ async def get_response(response_id: str) -> Response:
 
 
 @blueprint.get("/v1/responses/<response:response_id>/input_items")
-@Operation(answer=wire.InputItemList)
+@Operation(answer=wire.InputItemList, query=_QUERY)
 async def input_items(response_id: str) -> Response:
     """The input of a response that is stored: its last items first, or as `order`, `after` and `limit` say."""
     items = list(store_of(this_app()).get(response_id).input_items)
