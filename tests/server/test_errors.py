@@ -258,6 +258,12 @@ async def test_values_that_ask_for_nothing_pass(serving):
         assert (await client.receive()).status == 200
 
 
+async def test_compressed_bodies(serving):
+    async with serving() as server:
+        check(await server.ask("POST", CHAT, HI, content_encoding="gzip"), 415, "unsupported_media_type")
+        assert (await server.ask("POST", CHAT, HI, content_encoding="identity")).status == 200
+
+
 async def test_lenient_ignores_what_strict_refuses(serving):
     async with serving(compat="lenient") as server:
         extra = {"wibble": 1, "logprobs": True, "messages": [{**HI["messages"][0], "mood": "good"}]}

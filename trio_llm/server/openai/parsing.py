@@ -39,6 +39,9 @@ async def read_json(request: Request) -> dict[str, Any]:
     mimetype = request.mimetype
     if mimetype and mimetype != "application/json" and not mimetype.endswith("+json"):
         raise UnsupportedMediaType(f"the Content-Type must be application/json, not {mimetype[:_MAX_SHOWN]}")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise UnsupportedMediaType(f"the body must not be compressed, got the Content-Encoding {encoding[:_MAX_SHOWN]}")
     try:
         document = orjson.loads(await _read_body(request))
     except orjson.JSONDecodeError as error:
