@@ -158,6 +158,9 @@ class ServerSettings:
     """Largest request body."""
     first_result_timeout: float = 10.0
     """Seconds that a stream waits for its first result before its status line goes out."""
+    stream_interval: float = 0.1
+    """Seconds that a stream may hold tokens back, to join them in one write, while many are served; 0 writes
+    each step's by itself."""
     sse_keep_alive_interval: float = 15.0
     """Seconds of silence after which a stream sends a comment."""
     body_timeout: float = 60.0
@@ -196,7 +199,13 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}", field=name)
-        for name in ("max_stored_responses", "shutdown_timeout", "drain_delay", "first_result_timeout"):
+        for name in (
+            "max_stored_responses",
+            "stream_interval",
+            "shutdown_timeout",
+            "drain_delay",
+            "first_result_timeout",
+        ):
             if not getattr(self, name) >= 0:
                 raise ConfigurationError(f"{name} must not be negative", field=name)
         for name in ("sse_keep_alive_interval", "body_timeout", "write_timeout", "keep_alive_timeout"):

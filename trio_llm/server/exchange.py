@@ -61,6 +61,7 @@ class Exchange:
     _stack: contextlib.AsyncExitStack = attrs.field(factory=contextlib.AsyncExitStack, init=False)
     _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
     _arrived: trio.Event = attrs.field(factory=trio.Event, init=False)
+    _complete: trio.Event = attrs.field(factory=trio.Event, init=False)
 
     async def __aenter__(self) -> Self:
         await self._stack.__aenter__()
@@ -129,8 +130,15 @@ class Exchange:
             await self._arrived.wait()
             self._arrived = trio.Event()
 
+    async def rest(self, until: float) -> None:
+        """Let things arrive until a time on Trio's clock, or until nothing more will come."""
+        with trio.move_on_at(until):
+            await self._complete.wait()
+
     def _note_arrival(self) -> None:
         self._arrived.set()
+        if all(choice.finish_reason for generation in self.generations for choice in generation.choices):
+            self._complete.set()
 
     def abandon(self) -> None:
         """The client is gone: take its generations out of the engine at once."""

@@ -34,7 +34,7 @@ async def messages() -> Response:
     body = parse_messages(await read_json(request), lenient=app.settings.compat == "lenient")
     turn = await begin_turn(app, exchange, chat_request(body), prefix="msg_", names=_names(body))
     if body.stream:
-        return await answer_stream(exchange, MessageEvents(turn, request_id=exchange.echoed_id), app.settings)
+        return await answer_stream(app, exchange, MessageEvents(turn, request_id=exchange.echoed_id))
     await turn.finish(exchange)
     return await answer(lambda: message(turn), is_large=False)
 

@@ -29,7 +29,7 @@ async def chat_completions() -> Response:
     turn = await begin_turn(app, exchange, body, prefix="chatcmpl-")
     if body.stream:
         chunks = ChatChunks(turn.identity, turn.generation, body, turn.speeches)
-        return await answer_stream(exchange, chunks, app.settings)
+        return await answer_stream(app, exchange, chunks)
     await turn.finish(exchange)
     return await answer(
         lambda: completion(turn.identity, turn.generation, body, turn.speeches),

@@ -63,7 +63,7 @@ async def completions() -> Response:
     ]
     if body.stream:
         chunks = TextChunks(identity, exchange.generations, body, choices)
-        return await answer_stream(exchange, chunks, app.settings)
+        return await answer_stream(app, exchange, chunks)
     generations = await finish(exchange)
     return await answer(
         lambda: _completion(identity, generations, body, choices),

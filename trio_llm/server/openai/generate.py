@@ -17,6 +17,7 @@ from trio_llm.engine.generation import Generation
 from trio_llm.errors import InvalidRequest
 from trio_llm.prompt.truncation import Policy, Truncation
 from trio_llm.server.exchange import Exchange
+from trio_llm.server.http import App
 from trio_llm.server.openai.chunks import Identity
 from trio_llm.server.openai.sse import Writer, stream
 from trio_llm.server.openai.wire import GenerationFields, encode
@@ -142,14 +143,18 @@ async def finish(exchange: Exchange, take: Callable[[Delta], object] | None = No
     return exchange.generations
 
 
-async def answer_stream(exchange: Exchange, writer: Writer, settings: ServerSettings) -> Response:
+async def answer_stream(app: App, exchange: Exchange, writer: Writer) -> Response:
     """The streamed answer of entered generations, as the settings time it.
 
     Raises:
         TrioLLMError: a generation failed before there was anything to stream.
     """
     return await stream(
-        exchange, writer, patience=settings.first_result_timeout, keep_alive=settings.sse_keep_alive_interval
+        exchange,
+        writer,
+        patience=app.settings.first_result_timeout,
+        keep_alive=app.settings.sse_keep_alive_interval,
+        pace=app.stream_pace,
     )
 
 

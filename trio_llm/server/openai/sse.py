@@ -6,7 +6,8 @@ only ever advanced, and what it reads from belongs to the request's Exchange.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -53,10 +54,17 @@ class EventStream(ResponseBody):
         writer: the endpoint's spelling.
         keep_alive: seconds of silence after which a comment is sent.
         first: the deltas that were waited for before the status line went out; None if none came in time.
+        pace: seconds that are to pass between two writes, as things stand.
     """
 
     def __init__(
-        self, exchange: Exchange, writer: Writer, *, keep_alive: float, first: list[tuple[int, Delta]] | None
+        self,
+        exchange: Exchange,
+        writer: Writer,
+        *,
+        keep_alive: float,
+        first: list[tuple[int, Delta]] | None,
+        pace: Callable[[], float] = float,
     ) -> None:
         self._exchange = exchange
         self._writer = writer
@@ -67,6 +75,8 @@ class EventStream(ResponseBody):
         self._num_choices = exchange.generations[0].params.n
         """Of each prompt."""
         self._running = self._num_choices * len(exchange.generations)
+        self._pace = pace
+        self._written = -math.inf
 
     async def __aenter__(self) -> Self:
         return self
@@ -88,6 +98,7 @@ class EventStream(ResponseBody):
                 opening = b"".join(self._writer.opening(index) for index in range(self._running))
                 events = opening + self._encode(self._first or ())
                 if events:
+                    self._written = trio.current_time()
                     return events
             return await self._next()
         except TrioLLMError as error:
@@ -96,6 +107,13 @@ class EventStream(ResponseBody):
             return self._writer.failure(error)
 
     async def _next(self) -> bytes:
+        if pace := self._pace():
+            await self._exchange.rest(self._written + pace)
+        events = await self._receive()
+        self._written = trio.current_time()
+        return events
+
+    async def _receive(self) -> bytes:
         silent_until = trio.current_time() + self._keep_alive
         while True:
             deltas: list[tuple[int, Delta]] | None = None
@@ -124,7 +142,9 @@ class EventStream(ResponseBody):
         return b"".join(events)
 
 
-async def stream(exchange: Exchange, writer: Writer, *, patience: float, keep_alive: float) -> Response:
+async def stream(
+    exchange: Exchange, writer: Writer, *, patience: float, keep_alive: float, pace: Callable[[], float] = float
+) -> Response:
     """The streamed answer of entered generations.
 
     Their first result is awaited for `patience` seconds, so that what fails in prefill still gets a
@@ -136,7 +156,7 @@ async def stream(exchange: Exchange, writer: Writer, *, patience: float, keep_al
     first: list[tuple[int, Delta]] | None = None
     with trio.move_on_after(patience):
         first = await exchange.receive()
-    body = EventStream(exchange, writer, keep_alive=keep_alive, first=first)
+    body = EventStream(exchange, writer, keep_alive=keep_alive, first=first, pace=pace)
     response = Response(body, content_type="text/event-stream; charset=utf-8")
     response.headers["cache-control"] = "no-cache"
     response.headers["x-accel-buffering"] = "no"  # nginx would collect the events

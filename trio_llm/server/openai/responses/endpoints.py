@@ -13,13 +13,12 @@ from trio_llm.server.exchange import Exchange
 from trio_llm.server.http import App, this_app, this_exchange
 from trio_llm.server.openai import wire as chat
 from trio_llm.server.openai.field_names import names_of_tools
-from trio_llm.server.openai.generate import answer
+from trio_llm.server.openai.generate import answer, answer_stream
 from trio_llm.server.openai.parsing import read_json
 from trio_llm.server.openai.responses import wire
 from trio_llm.server.openai.responses.answers import ResponseAnswer, plain_items
 from trio_llm.server.openai.responses.request import NAMES, chat_request, parse
 from trio_llm.server.openai.responses.store import ResponseStore, StoredResponse
-from trio_llm.server.openai.sse import stream
 from trio_llm.server.openai.turn import Turn, begin_turn
 from trio_llm.server.openai.wire import encode
 from trio_llm.server.openapi import Operation
@@ -81,10 +80,7 @@ async def create_response() -> Response:
     in_flight[writer.id] = writer
     exchange.at_end(lambda: in_flight.pop(writer.id, None))
     if body.stream:
-        settings = app.settings
-        return await stream(
-            exchange, writer, patience=settings.first_result_timeout, keep_alive=settings.sse_keep_alive_interval
-        )
+        return await answer_stream(app, exchange, writer)
     reason = ""
     while not reason:
         for _, delta in await exchange.receive():
