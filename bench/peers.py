@@ -113,14 +113,15 @@ def peers(args: argparse.Namespace) -> list[Peer]:
         slots = max(args.concurrency)
         context = slots * (args.prompt_tokens + args.max_tokens + 128)
         command = [args.llama_server, "-m", gguf, "--port", "8102", "-t", str(args.threads), "-np", str(slots)]
-        command += ["-c", str(context), "--no-webui", "--no-cache-prompt"]
-        found.append(Peer("llama.cpp", command, port=8102, model="any", extra_body={"ignore_eos": True}))
+        command += ["-tb", str(args.threads), "-c", str(context), "--no-webui", "--cache-ram", "0"]
+        body = {"ignore_eos": True, "cache_prompt": False}
+        found.append(Peer("llama.cpp", command, port=8102, model="any", extra_body=body))
     if args.transformers:
         command = [args.transformers, "serve", args.directory, "--continuous-batching", "--device", "cpu"]
         command += ["--dtype", "float32", "--host", "127.0.0.1", "--port", "8103"]
         # it refuses ignore_eos
-        body = {"generation_config": '{"do_sample": false, "eos_token_id": -1}'}
-        found.append(Peer("transformers serve", command, port=8103, model=args.directory, extra_body=body))
+        own = {"generation_config": '{"do_sample": false, "eos_token_id": -1}'}
+        found.append(Peer("transformers serve", command, port=8103, model=args.directory, extra_body=own))
     return found
 
 
