@@ -171,7 +171,6 @@ async def over_http(port: int, streams: int, tokens: int, *, leave_after: int | 
 
 async def whole(streams: int, tokens: int, repeats: int) -> dict[str, list[float]]:
     """What HTTP costs a token, and what is left when clients go away."""
-    logs.configure(ServerSettings(log_level="error"))
     info = attrs.evolve(INFO, num_blocks=160 * streams)
     executor = FakeExecutor(info, next_token=lambda context, index: ord("a"))
     settings = EngineSettings(max_num_seqs=streams, max_num_batched_tokens=max(512, 2 * streams))
@@ -227,6 +226,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 async def run(args: argparse.Namespace) -> dict[str, list[float]]:
     """Measure, print and write."""
+    logs.configure(ServerSettings(log_level="error"))
     tokenizer = load_model(args.model).tokenizer
     async with open_engine(FakeModel(), executor=FakeExecutor(INFO)) as engine:
         found = await parts(engine, tokenizer, args.size)
