@@ -156,7 +156,9 @@ function tryForm(path, method, operation) {
 
 /** What an answer holds: of a stream, what its events do. */
 function heldBy(schema) {
-  return schema.properties?.data?.anyOf.find((part) => part.contentSchema)?.contentSchema ?? schema;
+  const data = schema.properties?.data;
+  // a stream that ends with [DONE] has two kinds of events
+  return (data?.anyOf ?? [data]).find((part) => part?.contentSchema)?.contentSchema ?? schema;
 }
 
 function answers(operation) {
