@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import pytest
@@ -13,16 +13,14 @@ from trio_llm.config import EngineSettings
 from trio_llm.core.draft_model import DraftModel
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
-from trio_llm.core.request import Request
 from trio_llm.core.speculation import Speculation, speculation_for
 from trio_llm.core.step import StepPlan, StepResult
 from trio_llm.core.step_costs import StepCosts
 from trio_llm.errors import ConfigurationError
 
-from .helpers import Outputs, gather, is_idle, make_request, run
+from .helpers import is_idle, make_request, run
+from .traffic import VOCAB, NextToken, expected, play_traffic, prompt_of
 
-NextToken = Callable[[list[int], int], int]
-VOCAB = 60
 SIZE = 4
 
 TARGET = StepCosts(((1, 10.0), (1000, 10.0)))
@@ -97,26 +95,12 @@ class DraftedCore(EngineCore):
         )
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    numbers = random.Random(seed)
-    return [numbers.randrange(VOCAB) for _ in range(length)]
-
-
-def expected(request: Request) -> list[int]:
-    tokens = list(request.prompt_token_ids)
-    for index in range(request.params.max_tokens or 0):
-        tokens.append(target_token(tokens, index))
-        if tokens[-1] in request.eos_token_ids:
-            break
-    return tokens[len(request.prompt_token_ids) :]
-
-
 def test_a_draft_model_that_is_the_target_is_always_right() -> None:
     core = DraftedCore(target_token)
     requests = [make_request(str(seed), prompt_of(30, seed), max_tokens=100) for seed in range(4)]
     outputs, _ = run(core, requests)
     statistics = core.statistics()
-    assert all(outputs[request.id, 0] == expected(request) for request in requests)
+    assert all(outputs[request.id, 0] == expected(request, target_token) for request in requests)
     assert statistics.num_accepted_tokens == statistics.num_draft_tokens > 300
     assert statistics.num_steps < 100 / 5
     # one forward a drafted position, for all sequences together, and none beside
@@ -130,7 +114,7 @@ def test_one_that_begins_cold_shows_by_probes_what_it_can_do() -> None:
     core = DraftedCore(target_token, prior=None)
     request = make_request("r", prompt_of(30), max_tokens=300)
     outputs, _ = run(core, [request])
-    assert outputs["r", 0] == expected(request)
+    assert outputs["r", 0] == expected(request, target_token)
     assert core.statistics().num_steps < 300 / 5
     assert core.statistics().num_accepted_tokens == core.statistics().num_draft_tokens
 
@@ -141,7 +125,7 @@ def test_one_that_is_always_wrong_costs_next_to_nothing(draft_costs: StepCosts, 
     core = DraftedCore(wrong_token, prior=None, draft_costs=draft_costs, num_blocks=1000)
     requests = [make_request(str(seed), prompt_of(40, seed), max_tokens=300) for seed in range(num_requests)]
     outputs, _ = run(core, requests)
-    assert all(outputs[request.id, 0] == expected(request) for request in requests)
+    assert all(outputs[request.id, 0] == expected(request, target_token) for request in requests)
     statistics = core.statistics()
     assert statistics.num_accepted_tokens == 0
     plain = sum(TARGET(plan.num_tokens) for plan in core.target.plans)
@@ -158,7 +142,7 @@ def test_one_that_becomes_right_is_noticed() -> None:
     core = DraftedCore(turning, prior=None)
     request = make_request("r", prompt_of(30), max_tokens=900)
     outputs, _ = run(core, [request])
-    assert outputs["r", 0] == expected(request)
+    assert outputs["r", 0] == expected(request, target_token)
     assert core.statistics().num_steps < 300 + 600 / 4
 
 
@@ -169,7 +153,7 @@ def test_one_that_becomes_wrong_is_left_alone() -> None:
     core = DraftedCore(turning, prior=None)
     request = make_request("r", prompt_of(30), max_tokens=600)
     outputs, _ = run(core, [request])
-    assert outputs["r", 0] == expected(request)
+    assert outputs["r", 0] == expected(request, target_token)
     assert core.statistics().num_draft_tokens - core.statistics().num_accepted_tokens < 60
 
 
@@ -180,7 +164,7 @@ def test_a_sequence_that_cannot_be_guessed_among_others_that_can() -> None:
     core = DraftedCore(partly)
     requests = [make_request(str(i), [i, *prompt_of(10, i)], max_tokens=200) for i in (3, 5, 7)]
     outputs, _ = run(core, requests)
-    assert all(outputs[request.id, 0] == expected(request) for request in requests)
+    assert all(outputs[request.id, 0] == expected(request, target_token) for request in requests)
     drafted = {sequence: sum(row.num_drafts for plan in core.target.plans for row in plan.rows
                              if row.sequence_id == sequence) for sequence in range(3)}  # fmt: skip
     assert drafted[0] > 100 and drafted[1] > 100 and drafted[2] < 80
@@ -194,7 +178,7 @@ def test_a_prompt_in_the_prefix_cache_is_not_computed_again() -> None:
     outputs, _ = run(core, [make_request("b", [*prompt, 1], max_tokens=20)])
     assert core.statistics().num_cache_hits >= 196
     assert core.num_drafted - before < 60
-    assert outputs["b", 0] == expected(make_request("b", [*prompt, 1], max_tokens=20))
+    assert outputs["b", 0] == expected(make_request("b", [*prompt, 1], max_tokens=20), target_token)
 
 
 def test_a_block_that_was_found_but_never_drafted_on_is_caught_up_on() -> None:
@@ -214,7 +198,7 @@ def test_choices_share_what_the_draft_model_computed_of_the_prompt() -> None:
     core = DraftedCore(target_token, max_num_seqs=16)
     request = make_request("r", prompt_of(103), max_tokens=40, n=8)
     outputs, _ = run(core, [request])
-    assert all(outputs["r", index] == expected(request) for index in range(8))
+    assert all(outputs["r", index] == expected(request, target_token) for index in range(8))
     statistics = core.statistics()
     assert statistics.num_accepted_tokens == statistics.num_draft_tokens > 200
     assert core.num_drafted < 103 + 8 * 50
@@ -229,7 +213,7 @@ def test_a_long_prompt_is_caught_up_on_in_pieces_and_holds_nobody_up() -> None:
         make_request("long", prompt_of(900), max_tokens=60),
     ]
     outputs, _ = run(core, requests)
-    assert all(outputs[request.id, 0] == expected(request) for request in requests)
+    assert all(outputs[request.id, 0] == expected(request, target_token) for request in requests)
     assert all(plan.num_tokens <= 64 for plan in core.draft.plans)
     drafted = [{row.sequence_id for row in plan.rows if row.num_drafts} for plan in core.target.plans]
     assert any(1 in ids for ids in drafted)
@@ -264,48 +248,7 @@ def test_any_traffic_gives_the_tokens_that_no_engine_would(seed: int, draft_toke
             raise MemoryError
 
     core.target.on_launch = fail
-    requests: dict[str, Request] = {}
-    outputs: Outputs = {}
-    reasons: dict = {}
-    unread: dict[tuple[str, int], int] = {}
-    aborted: set[tuple[str, int]] = set()
-    for _ in range(4000):
-        if len(requests) < 12 and numbers.random() < 0.3:
-            request = make_request(
-                str(len(requests)), prompt_of(numbers.randrange(7, 20), numbers.randrange(4)),
-                max_tokens=numbers.randrange(1, 30), n=numbers.randrange(1, 4), priority=numbers.randrange(2),
-                eos=[3] if numbers.random() < 0.3 else [],
-            )  # fmt: skip
-            core.add(request)
-            requests[request.id] = request
-        if requests and numbers.random() < 0.02:
-            request = numbers.choice(list(requests.values()))
-            index = numbers.randrange(request.params.n)
-            aborted.add((request.id, index))
-            core.finish(request.id, index)
-        result = core.step()
-        core.check()
-        gather(outputs, reasons, result)
-        for output in result:
-            key = output.request_id, output.index
-            unread[key] = unread.get(key, 0) + len(output.token_ids)
-            assert unread[key] <= window
-        for key, count in unread.items():
-            if numbers.random() < 0.5:
-                core.acknowledge(*key, count)
-                unread[key] = 0
-        if len(requests) == 12 and not core.has_work() and not any(unread.values()):
-            break
-    else:
-        raise AssertionError("no end")
-    for request in requests.values():
-        wanted = expected(request)
-        for index in range(request.params.n):
-            found = outputs.get((request.id, index), [])
-            if (request.id, index) in aborted:
-                assert found == wanted[: len(found)]
-            else:
-                assert found == wanted
+    play_traffic(core, numbers, window, target_token)
     assert is_idle(core)
     assert not core.draft.sequences
     statistics = core.statistics()
@@ -329,7 +272,9 @@ def test_a_failed_forward_of_the_draft_model_fails_no_request() -> None:
         core.draft.on_launch = fail
         requests = [make_request(str(seed), prompt_of(20, seed), max_tokens=60, n=2) for seed in range(4)]
         outputs, reasons = run(core, requests)
-        assert all(outputs[request.id, index] == expected(request) for request in requests for index in range(2))
+        assert all(
+            outputs[request.id, index] == expected(request, target_token) for request in requests for index in range(2)
+        )
         assert set(reasons.values()) == {"length"}
         assert core.statistics().num_accepted_tokens == core.statistics().num_draft_tokens
         assert is_idle(core)
@@ -345,7 +290,7 @@ def test_memory_that_runs_out_in_a_large_forward_pauses_drafting_and_turns_it_of
     core.draft.on_launch = fail
     requests = [make_request(str(seed), prompt_of(20, seed), max_tokens=100) for seed in range(4)]
     outputs, _ = run(core, requests)
-    assert all(outputs[request.id, 0] == expected(request) for request in requests)
+    assert all(outputs[request.id, 0] == expected(request, target_token) for request in requests)
     statistics = core.statistics()
     assert statistics.num_accepted_tokens == statistics.num_draft_tokens > 20
     failed = [place for place, plan in enumerate(core.draft.plans) if len(plan.rows) > 2]
@@ -364,7 +309,7 @@ def test_a_row_that_fails_by_itself_ends_drafting_for_its_sequence_alone() -> No
     core = DraftedCore(target_token, draft_executor=Failing)
     requests = [make_request(str(seed), prompt_of(20, seed), max_tokens=60) for seed in range(2)]
     outputs, _ = run(core, requests)
-    assert all(outputs[request.id, 0] == expected(request) for request in requests)
+    assert all(outputs[request.id, 0] == expected(request, target_token) for request in requests)
     drafted = [row.sequence_id for plan in core.target.plans for row in plan.rows if row.num_drafts]
     assert set(drafted) == {1}
     # asked for together once, then alone, then never again
@@ -375,7 +320,7 @@ def test_a_token_beyond_the_draft_models_vocabulary_ends_drafting_for_that_seque
     core = DraftedCore(target_token, draft_vocab=50)
     requests = [make_request(str(seed), prompt_of(20, seed), max_tokens=60) for seed in range(2)]
     outputs, _ = run(core, requests)
-    assert all(outputs[request.id, 0] == expected(request) for request in requests)
+    assert all(outputs[request.id, 0] == expected(request, target_token) for request in requests)
     assert all(token < 50 for plan in core.draft.plans for row in plan.rows for token in row.token_ids)
 
 
@@ -383,7 +328,7 @@ def test_beyond_the_draft_models_context_nothing_is_guessed() -> None:
     core = DraftedCore(target_token, draft_model_len=60)
     request = make_request("r", prompt_of(20), max_tokens=100)
     outputs, _ = run(core, [request])
-    assert outputs["r", 0] == expected(request)
+    assert outputs["r", 0] == expected(request, target_token)
     assert max(row.start + len(row.token_ids) for plan in core.draft.plans for row in plan.rows) == 60
     assert core.statistics().num_accepted_tokens == core.statistics().num_draft_tokens > 30
     core = DraftedCore(target_token, draft_model_len=19)
@@ -395,7 +340,7 @@ def test_nothing_is_guessed_beyond_an_end() -> None:
     core = DraftedCore(target_token)
     request = make_request("r", prompt_of(20), max_tokens=500, eos=[3])
     outputs, _ = run(core, [request])
-    assert outputs["r", 0] == expected(request) and outputs["r", 0][-1] == 3
+    assert outputs["r", 0] == expected(request, target_token) and outputs["r", 0][-1] == 3
     last = [row for plan in core.target.plans for row in plan.rows][-1]
     assert last.token_ids[-1] == 3 or not last.num_drafts
 
@@ -405,7 +350,7 @@ def test_nobody_is_preempted_for_a_draft() -> None:
         core = DraftedCore(target_token, num_blocks=30, prior=prior)
         requests = [make_request(str(seed), prompt_of(20, seed), max_tokens=20) for seed in range(3)]
         outputs, _ = run(core, requests)
-        assert all(outputs[request.id, 0] == expected(request) for request in requests)
+        assert all(outputs[request.id, 0] == expected(request, target_token) for request in requests)
         assert core.statistics().num_preemptions == 0
 
 

@@ -20,11 +20,9 @@ from trio_llm.core.step_costs import StepCosts
 from trio_llm.core.torch_executor import TorchExecutor
 from trio_llm.errors import ConfigurationError
 
-from .helpers import FakeDrafter, Outputs, gather, is_idle, make_request, run
+from .helpers import FakeDrafter, is_idle, make_request, run
 from .tiny_models import CPU, PROMPTS, build, paged
-
-NextToken = Callable[[list[int], int], int]
-VOCAB = 60
+from .traffic import VOCAB, NextToken, expected, play_traffic, prompt_of
 
 FLAT = StepCosts(((1, 1.0), (1000, 1.0)))
 """Drafts cost nothing."""
@@ -64,20 +62,6 @@ def core_with(
     else:
         speculation = speculation_for(settings, VOCAB, costs)
     return EngineCore(executor, settings, speculation), executor
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    numbers = random.Random(seed)
-    return [numbers.randrange(VOCAB) for _ in range(length)]
-
-
-def expected(request: Request, next_token: NextToken) -> list[int]:
-    tokens = list(request.prompt_token_ids)
-    for index in range(request.params.max_tokens or 0):
-        tokens.append(next_token(tokens, index))
-        if tokens[-1] in request.eos_token_ids:
-            break
-    return tokens[len(request.prompt_token_ids) :]
 
 
 @pytest.mark.parametrize("costs", [FLAT, STEEP])
@@ -264,48 +248,7 @@ def test_any_traffic_gives_the_tokens_that_no_engine_would(seed: int) -> None:
         credit_window=window,
         num_speculative_tokens=numbers.randrange(1, 10),
     )
-    requests: dict[str, Request] = {}
-    outputs: Outputs = {}
-    reasons: dict = {}
-    unread: dict[tuple[str, int], int] = {}
-    aborted: set[tuple[str, int]] = set()
-    for _ in range(4000):
-        if len(requests) < 12 and numbers.random() < 0.3:
-            request = make_request(
-                str(len(requests)), prompt_of(numbers.randrange(7, 20), numbers.randrange(4)),
-                max_tokens=numbers.randrange(1, 30), n=numbers.randrange(1, 4), priority=numbers.randrange(2),
-                eos=[3] if numbers.random() < 0.3 else [],
-            )  # fmt: skip
-            core.add(request)
-            requests[request.id] = request
-        if requests and numbers.random() < 0.02:
-            request = numbers.choice(list(requests.values()))
-            index = numbers.randrange(request.params.n)
-            aborted.add((request.id, index))
-            core.finish(request.id, index)
-        result = core.step()
-        core.check()
-        gather(outputs, reasons, result)
-        for output in result:
-            key = output.request_id, output.index
-            unread[key] = unread.get(key, 0) + len(output.token_ids)
-            assert unread[key] <= window
-        for key, count in unread.items():
-            if numbers.random() < 0.5:
-                core.acknowledge(*key, count)
-                unread[key] = 0
-        if len(requests) == 12 and not core.has_work() and not any(unread.values()):
-            break
-    else:
-        raise AssertionError("no end")
-    for request in requests.values():
-        wanted = expected(request, next_token)
-        for index in range(request.params.n):
-            found = outputs.get((request.id, index), [])
-            if (request.id, index) in aborted:
-                assert found == wanted[: len(found)]
-            else:
-                assert found == wanted
+    play_traffic(core, numbers, window, next_token)
     assert is_idle(core)
     assert not core.speculation._records and not core.speculation.drafter._histories
     drafted = [row for plan in executor.plans for row in plan.rows if row.num_drafts]
