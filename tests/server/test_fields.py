@@ -10,6 +10,7 @@ import pytest
 
 from tests.core.tiny_models import build, paged
 from tests.engine.test_detokenizer import trained
+from tests.server.rows import agree, differ
 from trio_llm.core.torch_executor import TorchExecutor
 from trio_llm.engine.simulation import FakeModel
 from trio_llm.server.openai import compatibility
@@ -63,24 +64,6 @@ class Asking:
 
 
 RANDOM = {"temperature": 2, "seed": 1}
-
-
-def differ(one, other):
-    """A row: two requests give two texts."""
-
-    async def check(ask):
-        assert await ask.say(**one) != await ask.say(**other)
-
-    return check
-
-
-def agree(one, other):
-    """A row: two requests give the same text."""
-
-    async def check(ask):
-        assert await ask.say(**one) == await ask.say(**other)
-
-    return check
 
 
 def gives(extra, good):

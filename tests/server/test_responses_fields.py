@@ -6,6 +6,7 @@ import json
 
 import attrs
 
+from tests.server.rows import agree, differ
 from tests.server.scripted import CALLING, random_model
 from trio_llm.server.openai import compatibility
 
@@ -56,24 +57,6 @@ class Asking:
 
 def said(body):
     return "".join(part["text"] for item in body["output"] for part in item.get("content", ()))
-
-
-def differ(one, other):
-    """A row: two requests give two texts."""
-
-    async def check(ask):
-        assert await ask.say(**one) != await ask.say(**other)
-
-    return check
-
-
-def agree(one, other):
-    """A row: two requests give the same text."""
-
-    async def check(ask):
-        assert await ask.say(**one) == await ask.say(**other)
-
-    return check
 
 
 def gives(extra, good):

@@ -13,7 +13,7 @@ from trio_llm.server.exchange import Exchange
 from trio_llm.server.http import App, this_app, this_exchange
 from trio_llm.server.openai import wire as chat
 from trio_llm.server.openai.field_names import names_of_tools
-from trio_llm.server.openai.generate import answer, answer_stream
+from trio_llm.server.openai.generate import answer, answer_stream, finish
 from trio_llm.server.openai.parsing import read_json
 from trio_llm.server.openai.responses import wire
 from trio_llm.server.openai.responses.answers import ResponseAnswer, plain_items
@@ -81,12 +81,8 @@ async def create_response() -> Response:
     exchange.at_end(lambda: in_flight.pop(writer.id, None))
     if body.stream:
         return await answer_stream(app, exchange, writer)
-    reason = ""
-    while not reason:
-        for _, delta in await exchange.receive():
-            writer.content(0, 0, [delta])
-            reason = str(delta.finish_reason) if delta.finish_reason is not None else reason
-    writer.closing(0, reason, is_last=True)
+    (generation,) = await finish(exchange, lambda delta: writer.content(0, 0, [delta]))
+    writer.closing(0, str(generation.finish_reason), is_last=True)
     writer.end()
     return await answer(writer.response, is_large=chat_body.logprobs)
 
