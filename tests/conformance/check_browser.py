@@ -49,16 +49,18 @@ def check_every_endpoint_and_object_is_shown(page):
     assert all(url.startswith(base_url()) for url in page.asked)
 
 
-def check_a_streamed_answer(page):
-    page.goto(f"{base_url()}/docs#post_v1_chat_completions")
-    form = page.locator("#post_v1_chat_completions")
+@pytest.mark.parametrize("endpoint", ["chat_completions", "completions", "responses", "messages"])
+def check_a_streamed_answer(page, endpoint):
+    page.goto(f"{base_url()}/docs#post_v1_{endpoint}")
+    form = page.locator(f"#post_v1_{endpoint}")
     form.get_by_text("Try it").click()
     assert MODEL in form.locator("textarea").input_value()
     form.get_by_role("button", name="Send").click()
     form.locator(".status", has_text="ms").wait_for(timeout=120_000)
     assert form.locator(".status").text_content().startswith("200")
     assert form.locator("pre.text").text_content().strip()
-    assert form.locator("pre.raw").text_content().rstrip().endswith("data: [DONE]")
+    ends_with_done = endpoint.endswith("completions")
+    assert form.locator("pre.raw").text_content().rstrip().endswith("data: [DONE]") == ends_with_done
     assert page.problems == []
 
 

@@ -69,3 +69,18 @@ async def test_what_the_script_looks_for_is_there(answer):
     wanted = set(re.findall(r'byId\("([^"]+)"\)', page.inside["script"]))
     assert wanted and wanted <= page.ids
     assert "innerHTML" not in page.inside["script"]
+
+
+async def test_the_document_has_what_the_page_reads_from_it_by_name(serving):
+    async with serving() as server:
+        script = Page((await server.ask("GET", "/docs")).body.decode()).inside["script"]
+        document = (await server.ask("GET", "/openapi.json")).json
+    paths = re.findall(r"\bapi((?:\.[a-z]\w*)+(?:\.[A-Z]\w*)?)", script)
+    assert any(path.startswith(".components.responses.") for path in paths)
+    for path in paths:
+        here = document
+        for name in path.split(".")[1:]:
+            if not isinstance(here, dict):
+                break  # a method of what was found
+            assert name in here, path
+            here = here[name]

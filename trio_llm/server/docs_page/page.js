@@ -66,6 +66,9 @@ function fields(schema) {
 
 /** What the events of a stream say in words, if they say anything. */
 function textOf(data) {
+  // typed events: those of Responses, and those of Messages
+  if (data.type?.endsWith("_text.delta")) return data.delta;
+  if (data.type === "content_block_delta") return data.delta.text ?? data.delta.thinking ?? "";
   const choice = data.choices?.find((choice) => choice.index === 0);
   return choice?.delta?.reasoning_content ?? choice?.delta?.content ?? choice?.text ?? "";
 }
@@ -207,7 +210,7 @@ function render(api) {
       byId("contents").append(make("li", {}, make("a", { href: `#${operation.operationId}` }, `${method.toUpperCase()} ${path}`)));
     }
   }
-  const [about, table] = api.components.responses.Error.description.split("\n\n");
+  const [about, table] = api.components.responses.ErrorBody.description.split("\n\n");
   byId("errors").append(...prose(about), markdownTable(table.split("\n")));
   for (const [name, schema] of Object.entries(schemas)) {
     byId("objects").append(make("details", { id: `object-${name}` }, make("summary", {}, make("code", {}, name)), ...fields(schema)));
