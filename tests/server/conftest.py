@@ -243,6 +243,12 @@ def _serving() -> Serving:
     return serving
 
 
+@pytest.fixture(autouse=True)
+def _drawn_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that names no seed gets the same in every run: what a random model says must not differ from run to run."""
+    monkeypatch.setattr("trio_llm.engine.engine.secrets.randbits", lambda bits: 0)
+
+
 @pytest.fixture
 def gated() -> tuple[FakeExecutor, Gate]:
     """An executor whose steps wait for the test."""
