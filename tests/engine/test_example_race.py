@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import ModuleType
@@ -28,23 +29,27 @@ def example() -> ModuleType:
 
 
 async def test_race(example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = threading.Event()
+    runs, is_over = threading.Event(), threading.Event()
 
     def open_fake(model: str, *, name: str, **settings: Any) -> AbstractAsyncContextManager[Engine]:
         def next_token(_: list[int], index: int) -> int:
             if model == "bore":
                 runs.set()
+                # however the threads are scheduled, it is still at it when the other is done
+                assert index < 8 or is_over.wait(30)
                 return ord(".")
             assert runs.wait(30)  # or the other might still be at its prompt when this one is done
             return b"Hello!\n"[index]
 
         executor = FakeExecutor(next_token=next_token)
-        # nobody reads from the bore for long enough to see its end
-        window = 256 if model == "terse" else 1
-        return open_engine(
-            FakeModel(eos_token_ids={ord("\n")}), executor=executor, name=name, credit_window=window, **settings
-        )
+        return open_engine(FakeModel(eos_token_ids={ord("\n")}), executor=executor, name=name, **settings)
 
+    async def report_at_last(engines: Sequence[Engine]) -> None:
+        is_over.set()
+        await report(engines)
+
+    report = example.report
+    monkeypatch.setattr(example, "report", report_at_last)
     monkeypatch.setattr(example, "open_engine", open_fake)
     await example.main("Hi", ["bore", "terse"])
     assert capsys.readouterr().out.splitlines() == [
