@@ -1,7 +1,11 @@
 """Safe values for `hypercorn -c python:trio_llm.hypercorn_config 'trio_llm:create_app()'`.
 
-Every name here is a setting of Hypercorn's.
+Every name here but those of modules is a setting of Hypercorn's.
 """
+
+from trio_llm import spinning
+
+spinning.spin_shortly()  # before a worker imports torch
 
 worker_class = "trio"
 workers = 1  # each worker would load an engine of its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from structlog.testing import capture_logs
 
 from trio_llm.config import ServerSettings
 from trio_llm.errors import ConfigurationError
@@ -65,3 +66,12 @@ async def test_options_that_is_no_preflight_wants_a_key(serving):
 def test_what_is_no_origin(origin):
     with pytest.raises(ConfigurationError, match="origin"):
         ServerSettings(allowed_origins=(origin,))
+
+
+async def test_a_preflight_is_answered_to_its_end(serving, launch):
+    async with serving(launch, allowed_origins=["*"]) as server:
+        with capture_logs() as logs:
+            assert (await server.ask("OPTIONS", CHAT, origin=PAGE, **PREFLIGHT)).status == 204
+            await server.until(lambda: any(line.get("method") == "OPTIONS" for line in logs))
+        [line] = [line for line in logs if line.get("method") == "OPTIONS"]
+        assert line["status"] == 204 and "disconnected" not in line

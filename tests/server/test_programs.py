@@ -132,6 +132,8 @@ async def test_sigterm_lets_a_stream_finish(make_server, launch):
         assert await started.exit_code() == 0
         if launch == "own":
             assert "trio-llm: drained, good bye" in started.output
+        else:
+            assert started.output.count("Running on") == 1
 
 
 async def test_ready_line_and_json_logs(make_server):

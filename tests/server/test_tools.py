@@ -351,3 +351,18 @@ async def test_strict_functions_do_not_force_a_call(serving):
         text = await server.ask("POST", CHAT, {**HI, "temperature": 0, "max_tokens": 12})
         assert answer.json["choices"][0]["message"]["content"]
         assert text.json["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "this model takes no tools"),
+        ("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}", "--tool-call-parser can name it"),
+    ],
+)
+async def test_what_a_model_that_calls_nothing_is_refused_with(serving, template, said):
+    executor, model = random_model(template=template)
+    async with serving(executor=executor, model=model) as server:
+        answer = await server.ask("POST", CHAT, {**HI, "tools": [WEATHER]})
+        assert answer.status == 400
+        assert said in answer.json["error"]["message"]

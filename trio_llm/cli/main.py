@@ -98,7 +98,8 @@ def serve(
     model: Annotated[str | None, cyclopts.Parameter(help=_description("model") + " [default: smollm2]")] = None,
     *,
     config_file: Annotated[
-        str | None, cyclopts.Parameter(name="--config", help="A TOML file with settings in its [trio_llm] table.")
+        str | None,
+        cyclopts.Parameter(name="--config", help="A TOML file with settings in its [trio_llm] table.", metavar="PATH"),
     ] = None,
     **flags: Any,
 ) -> int:

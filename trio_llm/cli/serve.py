@@ -17,10 +17,7 @@ from trio_llm.server import logs
 from trio_llm.server.http import App
 from trio_llm.server.lifecycle import OpenEngine, root_error
 from trio_llm.server.serve import serve
-
-SPIN_COUNT = 3000
-"""Looks that a thread of a tensor operation takes at a lock before it sleeps: some 50 microseconds, longer than the
-others mostly need and far less than the slice of time that another program's thread would otherwise wait for."""
+from trio_llm.spinning import spin_shortly
 
 HEARTBEAT = 5.0
 """Seconds between proofs that the interpreter still runs."""
@@ -76,9 +73,7 @@ def _fetch(model: str) -> None:
 
 
 def _set_process(settings: ServerSettings) -> None:
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        # read when torch is imported, which nothing has done yet
-        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+    spin_shortly()
     if settings.switch_interval is not None:
         sys.setswitchinterval(settings.switch_interval)
     if settings.num_threads is not None:

@@ -72,7 +72,8 @@ async def _let_in() -> Response | None:
     """What comes before every handler: the browser's preflights, the key, and whether there is a model."""
     app = this_app()
     if (preflight := app.cors.preflight_headers(request)) is not None:
-        return Response(status=204, headers=preflight)
+        # a body of nothing, not no body: what quart makes of that works under asyncio only
+        return Response(b"", status=204, headers=preflight)
     app.access.check()
     if not app.registry and not request.path.startswith("/health"):
         refusal = app.lifecycle.refusal()

@@ -58,6 +58,13 @@ def configure(settings: ServerSettings) -> None:
         logger = logging.getLogger(name)
         logger.handlers = []
         logger.propagate = True
+        logger.addFilter(_written_once)
+
+
+def _written_once(record: logging.LogRecord) -> bool:
+    """Take away the handler that Hypercorn gives its logger as late as when it first speaks: root's writes the record."""
+    logging.getLogger(record.name).handlers = []
+    return True
 
 
 def access(exchange: Exchange, *, finished: bool) -> None:

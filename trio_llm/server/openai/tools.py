@@ -15,7 +15,7 @@ from trio_llm.engine.engine import Engine
 from trio_llm.engine.generation import Generation
 from trio_llm.errors import UnsupportedParameter
 from trio_llm.prompt.answer_or_calls import answer_or_calls
-from trio_llm.prompt.chat_template import Conversation
+from trio_llm.prompt.chat_template import Conversation, template_of
 from trio_llm.prompt.output_parser import OutputParser
 from trio_llm.prompt.reasoning import ReasoningFormat, reasoning_format
 from trio_llm.prompt.reasoning_grammar import after_reasoning
@@ -30,6 +30,8 @@ class Formats:
 
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None
+    takes_tools: bool = True
+    """Whether the chat template can tell the model of tools."""
 
 
 _known: WeakKeyDictionary[Engine, dict[tuple[str, str], Formats]] = WeakKeyDictionary()
@@ -45,7 +47,8 @@ async def formats_of(engine: Engine, settings: ServerSettings) -> Formats:
 
 
 def _find(tokenizer: Any, tool_name: str, reasoning_name: str) -> Formats:
-    return Formats(tool_format(tokenizer, tool_name), reasoning_format(tokenizer, reasoning_name))
+    takes_tools = bool(tokenizer.chat_template) and template_of(tokenizer).mentions("tools")
+    return Formats(tool_format(tokenizer, tool_name), reasoning_format(tokenizer, reasoning_name), takes_tools)
 
 
 @attrs.frozen(kw_only=True)
@@ -109,7 +112,11 @@ def reading(body: ChatCompletionRequest, formats: Formats, answer: StructuredOut
         # a model that may call nothing is told of nothing
         return Reading(reasoning_format=formats.reasoning)
     if formats.tools is None:
-        text = "it is not known how this model writes tool calls; --tool-call-parser can name it"
+        text = (
+            "it is not known how this model writes tool calls; --tool-call-parser can name it"
+            if formats.takes_tools
+            else "this model takes no tools: its chat template does not know them"
+        )
         raise UnsupportedParameter(text, field="tools")
     several = body.parallel_tool_calls
     grammar = tool_grammar(formats.tools, tools, choice, parallel=several)
