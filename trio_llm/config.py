@@ -142,6 +142,8 @@ class ServerSettings:
     users of the machine can read a flag: the environment or a file keeps it from them."""
     api_key_file: str | None = None
     """A file with more keys, one a line; a line that begins with # is a comment."""
+    max_requests_per_key: int | None = None
+    """Requests that one key may have in flight; one more is refused with a 429.  None is no limit."""
     allowed_origins: tuple[str, ...] = ()
     """Origins such as https://example.com whose pages a browser lets use this server; * is all."""
     default_max_tokens: int | None = None
@@ -195,7 +197,11 @@ class ServerSettings:
                     field="allowed_origins",
                 )
         check_api_keys(self.api_key, field="api_key")
-        for name in ("default_max_tokens", "max_request_bytes", "num_threads"):
+        if self.max_requests_per_key is not None and not self.api_key and self.api_key_file is None:
+            raise ConfigurationError(
+                "max_requests_per_key is nothing without api_key or api_key_file", field="max_requests_per_key"
+            )
+        for name in ("default_max_tokens", "max_requests_per_key", "max_request_bytes", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}", field=name)

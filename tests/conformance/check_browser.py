@@ -8,7 +8,7 @@ import shutil
 import pytest
 from playwright.sync_api import sync_playwright
 
-from tests.conformance.server import MODEL, base_url
+from tests.conformance.server import MODEL, base_url, serving
 
 QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
 
@@ -62,6 +62,19 @@ def check_a_streamed_answer(page, endpoint):
     ends_with_done = endpoint.endswith("completions")
     assert form.locator("pre.raw").text_content().rstrip().endswith("data: [DONE]") == ends_with_done
     assert page.problems == []
+
+
+def check_a_key_is_a_password(browser):
+    with serving(MODEL, "--api-key", "sk-of-mine") as url:
+        assert browser.new_page().request.get(f"{url}/docs").status == 401
+        page = browser.new_page(http_credentials={"username": "anybody", "password": "sk-of-mine"})
+        page.goto(f"{url}/docs#get_v1_models")
+        form = page.locator("#get_v1_models")
+        form.get_by_text("Try it").click()
+        form.get_by_role("button", name="Send").click()
+        form.locator(".status", has_text="ms").wait_for(timeout=120_000)
+        assert form.locator(".status").text_content().startswith("200")
+        assert MODEL in form.locator("pre.raw").text_content()
 
 
 def check_an_answer_that_is_stopped(page):

@@ -28,14 +28,21 @@ def running_server(url: str | None = None) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder))
-        command = [sys.executable, "-m", "trio_llm", "serve", folder, "--served-model-name", MODEL, "--port", "0"]
         # answers of a small model may never end by themselves
-        command += ["--default-max-tokens", "400", "--log-level", "warning"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as process:
-            try:
-                yield _address(process)
-            finally:
-                process.terminate()
+        with serving(folder, "--default-max-tokens", "400") as address:
+            yield address
+
+
+@contextmanager
+def serving(model: str, *flags: str) -> Iterator[str]:
+    """The address of a server of `model`, which lives as long as this."""
+    command = [sys.executable, "-m", "trio_llm", "serve", model, "--served-model-name", MODEL, "--port", "0"]
+    command += ["--log-level", "warning", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as process:
+        try:
+            yield _address(process)
+        finally:
+            process.terminate()
 
 
 def save_model(folder: Path) -> None:

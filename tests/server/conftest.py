@@ -103,7 +103,10 @@ class Client:
     async def receive(self) -> Answer:
         """Read one answer to its end."""
         head = (await self.until(b"\r\n\r\n")).decode().split("\r\n")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:]) if name}
+        headers: dict[str, str] = {}
+        for name, _, value in (line.partition(":") for line in head[1:] if line):
+            before = headers.get(name.lower())
+            headers[name.lower()] = value.strip() if before is None else f"{before}, {value.strip()}"
         body = b""
         if headers.get("transfer-encoding") == "chunked":
             while size := int((await self.until(b"\r\n")).strip(), 16):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import pytest
@@ -31,10 +32,14 @@ PATHS = [
 ]
 
 
+def basic(text):
+    return f"Basic {base64.b64encode(text.encode('latin1')).decode()}"
+
+
 def check_refused(answer):
     error = answer.json["error"]
     assert answer.status == 401
-    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.headers["www-authenticate"] == 'Bearer, Basic realm="trio_llm"'
     assert error.keys() == {"message", "type", "param", "code"}
     assert (error["code"], error["type"], error["param"]) == ("invalid_api_key", "invalid_request_error", None)
 
@@ -48,6 +53,12 @@ def check_refused(answer):
         {"authorization": "Bearer "},
         {"authorization": KEY},
         {"authorization": f"Basic {KEY}"},
+        {"authorization": basic(f":{KEY}x")},
+        {"authorization": basic(KEY)},
+        {"authorization": basic(f"{KEY}:")},
+        {"authorization": basic(f"a:b:{KEY}")},
+        {"authorization": basic(f"a:{KEY}")[:-3]},
+        {"authorization": "Basic \xff"},
         {"authorization": f"Bearer {KEY}x"},
         {"authorization": f"Bearer {KEY[:-1]}"},
         {"authorization": f"Bearer {KEY} x"},
@@ -70,6 +81,9 @@ async def test_every_path_wants_a_key(serving, headers):
     [
         {"authorization": f"Bearer {KEY}"},
         {"authorization": f"bearer  {OTHER}"},
+        {"authorization": basic(f"anybody:{KEY}")},
+        {"authorization": basic(f":{KEY}").replace("Basic", "basic")},
+        {"authorization": basic(f"\xff:{KEY}")},
         {"x_api_key": OTHER},
         {"authorization": "Bearer wrong", "x_api_key": KEY},
     ],
@@ -78,6 +92,7 @@ async def test_any_of_the_keys_lets_in(serving, launch, headers):
     async with serving(launch, api_key=(KEY, OTHER)) as server:
         assert (await server.ask("POST", CHAT, HI, **headers)).status == 200
         assert (await server.ask("GET", "/metrics", **headers)).status == 200
+        assert (await server.ask("GET", "/docs", **headers)).status == 200
         assert (await server.ask("GET", "/nowhere", **headers)).status == 404
 
 

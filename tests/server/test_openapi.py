@@ -155,8 +155,9 @@ def test_keys_are_asked_for_where_there_are_some(document):
     assert "security" not in document
     locked = openapi.document(create_app(ServerSettings(api_key=("sesame",)), registry=Registry()))
     schemathesis.openapi.from_dict(locked).validate()
-    (scheme,) = locked["security"][0]
-    assert locked["components"]["securitySchemes"][scheme] == {"type": "http", "scheme": "bearer"}
+    schemes = locked["components"]["securitySchemes"]
+    assert locked["security"] == [{name: []} for name in schemes]
+    assert [scheme.get("scheme", scheme.get("name")) for scheme in schemes.values()] == ["bearer", "x-api-key", "basic"]
     open_paths = {path for path, methods in locked["paths"].items() if methods.get("get", {}).get("security") == []}
     assert open_paths == {"/health", "/health/live", "/health/ready"}
 

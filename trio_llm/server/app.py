@@ -10,6 +10,7 @@ from trio_llm.config import ServerSettings, resolve
 from trio_llm.engine.registry import Registry
 from trio_llm.errors import TrioLLMError
 from trio_llm.server import logs
+from trio_llm.server.access import CHALLENGES
 from trio_llm.server.anthropic.messages import blueprint as messages
 from trio_llm.server.dialects import dialect_of
 from trio_llm.server.docs import blueprint as docs
@@ -74,7 +75,7 @@ async def _let_in() -> Response | None:
     if (preflight := app.cors.preflight_headers(request)) is not None:
         # a body of nothing, not no body: what quart makes of that works under asyncio only
         return Response(b"", status=204, headers=preflight)
-    app.access.check()
+    app.access.let_in(request, this_exchange())
     if not app.registry and not request.path.startswith("/health"):
         refusal = app.lifecycle.refusal()
         if refusal is not None:
@@ -91,7 +92,8 @@ async def _trio_llm_error(error: TrioLLMError) -> Response:
     if failure.retry_after is not None:
         response.headers["retry-after"] = str(failure.retry_after)
     if failure.status == 401:
-        response.headers["www-authenticate"] = "Bearer"
+        for challenge in CHALLENGES:
+            response.headers.add("www-authenticate", challenge)
     return response
 
 

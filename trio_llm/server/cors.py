@@ -15,7 +15,7 @@ _MAX_AGE = "600"
 class CORS:
     """The headers that let pages of some origins read our answers.
 
-    No cookie is ever looked at, so credentials are not allowed: pages send their key as a header.
+    Credentials are not allowed: pages send their key as a header, and not what the browser was told at /docs.
 
     Args:
         origins: scheme, host and port each, or "*" for all; none means no header at all.

@@ -72,6 +72,10 @@ class Exchange:
     ) -> bool | None:
         return await self._stack.__aexit__(kind, error, trace)
 
+    async def end(self) -> None:
+        """Give back all that it owns, before it is left; nothing is to be entered any more."""
+        await self._stack.aclose()
+
     def at_end(self, function: Callable[[], object]) -> None:
         """Have something called when it ends, however it does."""
         self._stack.callback(function)

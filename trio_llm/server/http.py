@@ -93,6 +93,7 @@ class _HTTPConnection(TrioASGIHTTPConnection):
                 message = {**message, "headers": headers}
             elif message["type"] == "http.response.body" and not message.get("more_body", False):
                 finished = True
+                await exchange.end()  # before its client can ask for more
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=exchange.request_id), self.app.holding(exchange):

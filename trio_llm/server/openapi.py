@@ -66,6 +66,12 @@ TABLES: Mapping[type, fields.Table] = {
 _WORDS = "OpenAI's API, and a little more, for models that are served here."
 _EVENT = "One event of the stream.  The last one is `[DONE]`; a failure is an event too, with the error envelope."
 _NAMED_EVENT = "One event of the stream.  A failure is one too, the last, with the error envelope."
+_KEYS: dict[str, dict[str, Any]] = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "password": {"type": "http", "scheme": "basic", "description": "The key is the password."},
+}
+"""The ways to show a key, any of which will do."""
 _SKIPPED_METHODS = {"HEAD", "OPTIONS"}
 
 
@@ -136,8 +142,8 @@ def document(app: App, *, lenient: bool = False) -> dict[str, Any]:
     }
     locks: dict[str, Any] = {}
     if app.access.required:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        locks = {"security": [{"key": []}]}
+        components["securitySchemes"] = _KEYS
+        locks = {"security": [{name: []} for name in _KEYS]}
     return {
         "openapi": "3.1.0",
         "info": {"title": "trio_llm", "version": package_version(), "description": _WORDS},

@@ -36,6 +36,8 @@ FAILURES: dict[str, Failure] = {
     "response_not_found": Failure(404, _REQUEST, "response_not_found"),
     "reader_stalled": Failure(408, _REQUEST, "reader_stalled"),
     "unsupported_media_type": Failure(415, _REQUEST, "unsupported_media_type"),
+    # "requests", and not tokens, is what OpenAI calls that of which there were too many
+    "too_many_requests": Failure(429, "requests", "rate_limit_exceeded", retry_after=1),
     "queue_full": Failure(503, _SERVER, "server_overloaded", retry_after=1),
     "not_ready": Failure(503, _SERVER, "model_loading", retry_after=2),
     "shutting_down": Failure(503, _SERVER, "shutting_down", retry_after=5),
