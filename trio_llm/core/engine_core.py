@@ -76,6 +76,8 @@ class EngineCore:
             )
         assert request.id not in self._requests, "the engine gives every request its own id"
         self._requests[request.id] = request
+        most = self.max_model_len if request.params.max_tokens is None else prompt + request.params.max_tokens
+        request.max_num_tokens = min(most, self.max_model_len)
         prompt_token_ids = tuple(request.prompt_token_ids)
         for sequence in self.queues.add(request):
             task = SamplingTask(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections.abc import Iterable
 
 from trio_llm.core.block_pool import BlockPool
 from trio_llm.core.request import Request, Sequence, Status
@@ -116,11 +115,11 @@ class Queues:
         """Whether its reader is a whole window behind."""
         return sequence.num_output_tokens - sequence.num_acknowledged >= self.credit_window
 
-    def extend(self, sequence: Sequence, tokens: Iterable[int]) -> None:
+    def extend(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
         """A running sequence got tokens."""
-        was_paused = self.is_paused(sequence)
+        ahead = sequence.num_output_tokens - sequence.num_acknowledged
         sequence.token_ids += tokens
-        self._num_paused += self.is_paused(sequence) - was_paused
+        self._num_paused += ahead < self.credit_window <= ahead + len(tokens)
 
     def acknowledge(self, sequence: Sequence, num_tokens: int) -> None:
         """The reader took `num_tokens` more output tokens."""
@@ -133,6 +132,12 @@ class Queues:
                 self._wait(sequence)
 
     # --- who runs ---
+
+    def ready(self) -> list[Sequence]:
+        """Those who run and are not paused, in order."""
+        if not self._num_paused:
+            return self.running.copy()
+        return [sequence for sequence in self.running if not self.is_paused(sequence)]
 
     def first_waiting(self) -> Sequence | None:
         """Who is let in next; None if nobody waits."""

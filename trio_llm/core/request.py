@@ -113,8 +113,9 @@ class Request:
     """The params' bad words as tokens."""
     grammar: Grammar | None = None
     """The params' structured output, compiled."""
+    max_num_tokens: int = 0
+    """Tokens of a choice, prompt and output, at which it ends.  This and what follows is the core's."""
     arrival: int = 0
-    """This and what follows is the scheduler's."""
     sequences: list[Sequence] = attrs.field(factory=list)
     leader: Sequence | None = None
     """Computes the prompt for all choices; None once that is done."""

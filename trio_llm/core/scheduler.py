@@ -17,7 +17,7 @@ Nobody writes into a block that is shared or can be found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import attrs
 
@@ -94,15 +94,15 @@ class Scheduler:
         max_rows = max(1, min(self.max_num_seqs, budget - 1))
         may_admit = True
 
-        ready = [sequence for sequence in self.queues.running if not self.queues.is_paused(sequence)]
-        prefilling = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens > 1]
-        decoding = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens == 1]
+        ready = self.queues.ready()
+        prefilling = [sequence for sequence in ready if len(sequence.token_ids) - sequence.num_computed_tokens > 1]
+        decoding = [sequence for sequence in ready if len(sequence.token_ids) - sequence.num_computed_tokens == 1]
         # a row is kept for a prompt; the only row there is goes to the first of all, whatever it does
         candidates = decoding[: max_rows - bool(prefilling)] + prefilling if max_rows > 1 else ready[:1]
         # who decodes waits for the whole step, so prompts beside it come in small pieces
         prompt_budget = min(budget, self.max_num_mixed_prompt_tokens) if decoding else budget
         for sequence in candidates:
-            is_prompt = sequence.num_tokens - sequence.num_computed_tokens > 1
+            is_prompt = len(sequence.token_ids) - sequence.num_computed_tokens > 1
             limit = min(budget, prompt_budget) if is_prompt else budget
             if limit == 0 or len(rows) == max_rows:
                 break
@@ -136,7 +136,8 @@ class Scheduler:
             prompt_budget -= len(row.token_ids)
         if draft is not None:
             self._draft(list(rows.values()), budget, draft)
-        for row in list(rows.values()):
+        with_drafts = {sequence.id for sequence in self.queues.running if sequence.draft_token_ids}
+        for row in [row for row in rows.values() if row.sequence_id in with_drafts and row.sample]:
             rows[row.sequence_id] = drafted = self._with_drafts(row, budget)
             budget -= drafted.num_drafts
         return StepPlan(tuple(rows.values()))
@@ -149,8 +150,6 @@ class Scheduler:
     def _with_drafts(self, row: Row, budget: int) -> Row:
         """Drafts come last of all: they take what nobody else wanted of budget and blocks."""
         sequence = self.queues.sequence(row.sequence_id)
-        if not row.sample or not sequence.draft_token_ids:
-            return row
         drafts = sequence.draft_token_ids[: max(0, min(budget, self._most_drafts(sequence)))]
         drafts = drafts[: self._reserve_drafts(sequence, len(drafts))]
         return attrs.evolve(
@@ -186,7 +185,8 @@ class Scheduler:
         outputs = []
         for place, (row, sampled) in enumerate(zip(plan.rows, result.token_ids, strict=True)):
             sequence = self.queues.sequence(row.sequence_id)
-            sequence.draft_token_ids = []
+            if sequence.draft_token_ids:
+                sequence.draft_token_ids = []
             if place in result.failures:
                 continue
             sequence.num_blocks_sent = row.num_prior_blocks + len(row.new_blocks)
@@ -194,90 +194,91 @@ class Scheduler:
             if row.score:
                 # after a preemption it starts again
                 sequence.request.prompt_logprobs[row.start :] = result.prompt_logprobs[sequence.id]
-            if not row.sample:
+            if row.sample:
+                outputs.append(self._commit_tokens(sequence, row, sampled, result))
+            else:
                 self.prefix_cache.offer(sequence)
-                continue
-            self._count_drafts(row, len(sampled) - 1)
-            self.queues.let_follow(sequence)
-            tokens, reason = self._until_end(sequence, sampled)
-            self.queues.extend(sequence, tokens)
-            # each accepted draft has its keys and values in the cache already
-            sequence.num_computed_tokens += len(tokens) - 1
-            self.prefix_cache.offer(sequence)
-            if reason is not None:
-                self.queues.finish(sequence)
-            request = sequence.request
-            outputs.append(
-                SequenceOutput(
-                    request.id,
-                    sequence.index,
-                    tuple(tokens),
-                    reason,
-                    num_cached_tokens=request.num_cached_tokens or 0,
-                    started_at=request.started_at or 0.0,
-                    logprobs=result.logprobs.get(sequence.id, ())[: len(tokens)],
-                    prompt_logprobs=tuple(request.prompt_logprobs) if row.score else None,
-                )
-            )
         return outputs
 
-    def _until_end(self, sequence: Sequence, sampled: Iterable[int]) -> tuple[list[int], FinishReason | None]:
+    def _commit_tokens(
+        self, sequence: Sequence, row: Row, sampled: tuple[int, ...], result: StepResult
+    ) -> SequenceOutput:
         request = sequence.request
+        if row.num_drafts:
+            self.num_drafts += 1
+            self.num_draft_tokens += row.num_drafts
+            self.num_accepted_tokens += len(sampled) - 1
+        if request.leader is sequence:
+            self.queues.let_follow(sequence)
+        tokens, reason = self._until_end(sequence, sampled)
+        self.queues.extend(sequence, tokens)
+        # each accepted draft has its keys and values in the cache already
+        sequence.num_computed_tokens += len(tokens) - 1
+        self.prefix_cache.offer(sequence)
+        if reason is not None:
+            self.queues.finish(sequence)
+        return SequenceOutput(
+            request.id,
+            sequence.index,
+            tokens,
+            reason,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            started_at=request.started_at or 0.0,
+            logprobs=result.logprobs.get(sequence.id, ())[: len(tokens)],
+            prompt_logprobs=tuple(request.prompt_logprobs) if row.score else None,
+        )
+
+    def _until_end(self, sequence: Sequence, sampled: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """What of the tokens is wanted, and why that is the end of the sequence, if it is."""
+        request, params = sequence.request, sequence.request.params
         room = self._room(sequence)
-        tokens: list[int] = []
         if room <= 0:
-            return tokens, FinishReason.LENGTH  # only the prompt was wanted
-        for token in sampled:
-            tokens.append(token)
-            may_end = sequence.num_output_tokens + len(tokens) > request.params.min_tokens
-            if may_end and (token in request.eos_token_ids or token in request.params.stop_token_ids):
-                return tokens, FinishReason.STOP
-            if request.grammar is not None and token in request.eos_token_ids:
-                # it comes only where the text is complete, and may be the only one that can
-                return tokens, FinishReason.STOP
-            if len(tokens) >= room:
-                return tokens, FinishReason.LENGTH
-        return tokens, None
+            return (), FinishReason.LENGTH  # only the prompt was wanted
+        eos_token_ids, stop_token_ids = request.eos_token_ids, params.stop_token_ids
+        for count, token in enumerate(sampled, start=1):
+            is_eos = token in eos_token_ids
+            if is_eos or token in stop_token_ids:
+                # a grammar's end comes only where the text is complete, and may be the only token that can
+                may_end = sequence.num_output_tokens + count > params.min_tokens
+                if may_end or (is_eos and request.grammar is not None):
+                    return sampled[:count], FinishReason.STOP
+            if count == room:
+                return sampled[:count], FinishReason.LENGTH
+        return sampled, None
 
     def _room(self, sequence: Sequence) -> int:
         """Tokens that the sequence may still get."""
-        wanted = sequence.request.params.max_tokens
-        limit = self.max_model_len if wanted is None else wanted
-        return min(limit - sequence.num_output_tokens, self.max_model_len - sequence.num_tokens)
+        return sequence.request.max_num_tokens - len(sequence.token_ids)
 
     def _reserve(self, sequence: Sequence, budget: int, block_copies: tuple[tuple[int, int], ...] = ()) -> Row | None:
         """A row of at most `budget` tokens with its blocks allocated, or None if there are none."""
-        start, end = sequence.num_computed_tokens, sequence.num_tokens
-        pending = sequence.token_ids[start : min(end, start + budget)]
-        sample = start + len(pending) == end
-        missing = self.pool.blocks_for(start + len(pending)) - len(sequence.block_table)
+        start, table = sequence.num_computed_tokens, sequence.block_table
+        pending = sequence.token_ids[start : start + budget]
+        end = start + len(pending)
+        missing = self.pool.blocks_for(end) - len(table)
         if missing > 0:
             blocks = self.pool.allocate(missing)
             if blocks is None:
                 return None
-            sequence.block_table += blocks
+            table += blocks
+        num_sent = sequence.num_blocks_sent
         return Row(
-            sequence_id=sequence.id,
-            token_ids=tuple(pending),
-            start=start,
-            num_prior_blocks=sequence.num_blocks_sent,
-            new_blocks=tuple(sequence.block_table[sequence.num_blocks_sent :]),
+            sequence.id,
+            tuple(pending),
+            start,
+            num_prior_blocks=num_sent,
+            new_blocks=tuple(table[num_sent:]),
             num_drafts=0,
-            sample=sample,
-            block_copies=block_copies,
+            sample=end == len(sequence.token_ids),
             output_index=sequence.num_output_tokens,
             score=self._scores(sequence),
+            block_copies=block_copies,
         )
 
     def _scores(self, sequence: Sequence) -> bool:
         """Whether it computes the prompt for a request that wants to know its log-probabilities."""
         request = sequence.request
         return request.params.prompt_logprobs is not None and request.leader is sequence
-
-    def _count_drafts(self, row: Row, num_accepted: int) -> None:
-        self.num_drafts += row.num_drafts > 0
-        self.num_draft_tokens += row.num_drafts
-        self.num_accepted_tokens += num_accepted
 
     def _admit(self, newcomer: Sequence) -> tuple[tuple[int, int], ...] | None:
         """Let the first of the waiting run, with all blocks that it can share.

@@ -1,4 +1,8 @@
-"""What travels between scheduler, executor and engine in one step: frozen plain data."""
+"""What travels between scheduler, executor and engine in one step: plain data, made once and never changed.
+
+Of `Row` and `SequenceOutput` each sequence needs one in each step.  They are not frozen, since making a frozen
+instance takes twice as long, but nobody writes to them either.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ class TokenLogprobs:
     """(token id, log-probability), the likeliest first; as many as were asked for."""
 
 
-@attrs.frozen
+@attrs.define
 class Row:
     """One sequence's part of a step.
 
@@ -104,7 +108,7 @@ class StepResult:
     logits that are not finite, say.  Such a row has no tokens."""
 
 
-@attrs.frozen
+@attrs.define
 class SequenceOutput:
     """What a step, or a failure, means for one sequence."""
 
