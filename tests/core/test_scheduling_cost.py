@@ -10,6 +10,7 @@ import pytest
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.core.queues import COMPACT_ABOVE
+from trio_llm.core.step import StepResult
 
 from .helpers import count_calls, is_idle, make_core, make_request
 
@@ -102,6 +103,21 @@ def test_a_step_costs_what_it_schedules() -> None:
         return count_calls(core.scheduler.schedule) / num_running
 
     assert calls(500) == pytest.approx(calls(50), rel=0.1)
+
+
+def test_a_sequence_that_decodes_costs_few_calls() -> None:
+    """Planning a token and committing it is some thirty calls; `bench/step.py --scheduler` has the time."""
+    info = ExecutorInfo(num_blocks=4000, block_size=16, vocab_size=128, max_model_len=128)
+    core = make_core(FakeExecutor(info), max_num_seqs=512, max_num_batched_tokens=4096)
+    for number in range(256):
+        core.add(make_request(str(number), [number % 100], max_tokens=100))
+    step(core)
+
+    def plan_and_commit() -> None:
+        core.scheduler.update(core.scheduler.schedule(), result)
+
+    result = StepResult(((1,),) * 256)
+    assert count_calls(plan_and_commit) / 256 <= 40
 
 
 def test_the_queue_forgets_who_has_ended() -> None:
