@@ -66,6 +66,21 @@ def test_a_bad_value_is_refused_by_its_fields_name(field: str, value: object) ->
     assert "\n" not in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("stop_token_ids", [3, -1], "got -1"),
+        ("allowed_token_ids", [1.5], "got 1.5"),
+        ("keep_special_tokens", 5, "got 5"),
+        ("logit_bias", {-1: 1}, "got -1"),
+    ],
+)
+def test_of_several_values_the_wrong_one_is_shown(field: str, value: object, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.message.endswith(words)
+
+
 GOOD: dict[str, list[object]] = {
     "n": [1, 128],
     "temperature": [None, 0, 0.0, -0.0, 1, 2.0, 5e-324],

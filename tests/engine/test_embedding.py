@@ -153,6 +153,7 @@ async def test_dimensions():
                 with pytest.raises(InvalidRequest if possible is None or size < 1 else UnsupportedParameter) as caught:
                     await embedder.embed(["a"], dimensions=size)
                 assert caught.value.field == "dimensions"
+                assert embedder.name not in str(caught.value)  # clients may know it by another
 
 
 async def test_queue_limits():

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.prompt.whole import read_whole
 from trio_llm.errors import ConfigurationError
 from trio_llm.prompt.events import Event, Message, ReasoningPiece, TextPiece, ToolCall, collect
-from trio_llm.prompt.output_parser import OutputParser, parse_output
+from trio_llm.prompt.output_parser import OutputParser
 from trio_llm.prompt.reasoning import ReasoningFormat, reasoning_format
 from trio_llm.prompt.tool_parsers import HermesParser
 
@@ -118,11 +119,11 @@ def output_parser() -> OutputParser:
 
 def test_calls_are_looked_for_after_the_reasoning(check_every_cut: CheckEveryCut) -> None:
     assert collect(check_every_cut(output_parser, TEXT)) == EXPECTED
-    assert parse_output(output_parser(), TEXT) == EXPECTED
+    assert read_whole(output_parser(), TEXT) == EXPECTED
 
 
 def test_an_output_parser_may_have_either_part_or_none(check_every_cut: CheckEveryCut) -> None:
-    assert parse_output(OutputParser(), TEXT) == Message(TEXT)
+    assert read_whole(OutputParser(), TEXT) == Message(TEXT)
     only_tools = collect(check_every_cut(lambda: OutputParser(None, HermesParser(["now"])), TEXT))
     assert only_tools.tool_calls == (ToolCall("now", "{}"),) * 2
     only_reasoning = collect(check_every_cut(lambda: OutputParser(THINK.parser()), TEXT))
@@ -135,7 +136,7 @@ def test_no_answer_loses_more_than_markers_and_line_ends(text: str) -> None:
     for inside in (False, True):
         parser = OutputParser(THINK.parser(inside=inside))
         message = collect([*(event for character in text for event in parser.push(character)), *parser.finish()])
-        assert message == parse_output(OutputParser(THINK.parser(inside=inside)), text)
+        assert message == read_whole(OutputParser(THINK.parser(inside=inside)), text)
         kept = [character for character in message.reasoning + message.content if character != "\n"]
         dropped = len(text.replace("\n", "")) - len(kept)
         # at most one of each marker, and blanks before the first
@@ -178,4 +179,3 @@ def test_tokens_count_without_text() -> None:
     parser.push("", [9, 4])
     parser.push("</think>b", [5])
     assert parser.reasoning_tokens == 4
-    assert parser.num_tool_calls == 0

@@ -9,10 +9,11 @@ import llguidance
 import pytest
 from llguidance.hf import from_tokenizer
 
+from tests.prompt.whole import read_whole
 from trio_llm.core.sampling_params import StructuredOutput
 from trio_llm.prompt.chat_template import Conversation
 from trio_llm.prompt.events import Message
-from trio_llm.prompt.output_parser import OutputParser, parse_output
+from trio_llm.prompt.output_parser import OutputParser
 from trio_llm.prompt.reasoning import ReasoningFormat, reasoning_format
 from trio_llm.prompt.reasoning_grammar import after_reasoning
 from trio_llm.prompt.tool_choice import read_tool_choice, tool_grammar
@@ -75,7 +76,7 @@ def test_any_structure_after_reasoning(tokenizer: Any, structure: StructuredOutp
     assert not accepts(tokenizer, inside, thoughts)
     assert not accepts(tokenizer, outside, f"{thoughts}{end}{good}")
     text = f"{begin}{thoughts}{end}\n\n{good}"
-    assert parse_output(OutputParser(reasoning.parser()), text) == Message(good, thoughts.rstrip("\n"))
+    assert read_whole(OutputParser(reasoning.parser()), text) == Message(good, thoughts.rstrip("\n"))
 
 
 def test_a_forced_call_after_reasoning(tokenizer: Any) -> None:
@@ -86,7 +87,7 @@ def test_a_forced_call_after_reasoning(tokenizer: Any) -> None:
     assert forced is not None
     text = f'hm{tokenizer.reasoning.markers[1]}\n\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
     assert accepts(tokenizer, after_reasoning(forced, tokenizer.reasoning, inside=True), text)
-    message = parse_output(OutputParser(tokenizer.reasoning.parser(inside=True), found.parser(["now"])), text)
+    message = read_whole(OutputParser(tokenizer.reasoning.parser(inside=True), found.parser(["now"])), text)
     assert (message.content, message.reasoning, len(message.tool_calls)) == ("", "hm", 1)
 
 

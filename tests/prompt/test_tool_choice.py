@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from llguidance.hf import from_tokenizer
 
+from tests.prompt.whole import read_whole
 from trio_llm.errors import InvalidRequest
 from trio_llm.prompt.events import Message
-from trio_llm.prompt.output_parser import OutputParser, parse_output
+from trio_llm.prompt.output_parser import OutputParser
 from trio_llm.prompt.tool_choice import ToolChoice, read_tool_choice, tool_grammar
 from trio_llm.prompt.tool_formats import ToolFormat, tool_format
 
@@ -106,7 +107,7 @@ class Model:
 
     def read(self, text: str, *, stream: bool = False) -> Message:
         parser = self.format.parser(SCHEMAS, stream_arguments=stream)
-        return parse_output(OutputParser(tools=parser), text)
+        return read_whole(OutputParser(tools=parser), text)
 
 
 @pytest.fixture(params=VOCABULARIES)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.prompt.whole import read_whole
 from trio_llm.errors import ConfigurationError
 from trio_llm.prompt.events import Message, ToolCall
-from trio_llm.prompt.output_parser import OutputParser, parse_output
+from trio_llm.prompt.output_parser import OutputParser
 from trio_llm.prompt.tool_formats import TOOL_FORMATS, detect, tool_format
 
 ByteTokenizer = Callable[..., Any]
@@ -43,12 +44,11 @@ def test_a_template_shows_its_format(byte_tokenizer: ByteTokenizer, name: str) -
     found = tool_format(tokenizer)
     assert found is not None
     assert found.name == name
-    assert not found.needs_special_tokens
     # and what the template writes is read back
     call = {"id": "abcdefghi", "function": {"name": "add", "arguments": {"a": "}"}}}
     text = tokenizer.apply_chat_template([{"role": "assistant", "content": "", "tool_calls": [call]}], tokenize=False)
     written = text.removeprefix("<assistant>")
-    message = parse_output(OutputParser(tools=found.parser(["add"])), written)
+    message = read_whole(OutputParser(tools=found.parser(["add"])), written)
     assert message == Message("", "", (ToolCall("add", '{"a": "}"}'),))
 
 
@@ -84,7 +84,6 @@ def test_markers_that_are_special_tokens_are_named(byte_tokenizer: ByteTokenizer
     tokenizer = byte_tokenizer(special=["[TOOL_CALLS]", "[ARGS]", "[INST]"], added=["<tool_call>", "</tool_call>"])
     mistral, hermes = tool_format(tokenizer, "mistral"), tool_format(tokenizer, "hermes")
     assert mistral is not None and hermes is not None
-    assert mistral.needs_special_tokens
     assert sorted(tokenizer.convert_ids_to_tokens(list(mistral.special_token_ids))) == ["[ARGS]", "[TOOL_CALLS]"]
     assert sorted(hermes.tokens) == ["</tool_call>", "<tool_call>"]
     assert mistral.has_named_arguments

@@ -279,12 +279,15 @@ async def test_template_refuses(serving):
 
         class Refusing(type(server.engine.tokenizer)):
             def apply_chat_template(self, conversation, **options):
-                raise ValueError("roles must alternate")
+                raise ValueError("messages must alternate")
 
         server.engine.tokenizer = Refusing()
-        answer = await server.ask("POST", CHAT, HI)
-        check(answer, 400, "invalid_value", "messages")
-        assert "roles must alternate" in answer.json["error"]["message"]
+        # its own words stay, whatever the endpoint calls the field
+        for path, body, param in ((CHAT, HI, "messages"), ("/v1/responses", {"model": "fake", "input": "x"}, "input")):
+            answer = await server.ask("POST", path, body)
+            check(answer, 400, "invalid_value", param)
+            words = "the model's chat template does not accept these messages: messages must alternate"
+            assert answer.json["error"]["message"] == words
 
 
 async def test_request_id_is_echoed_but_never_used(serving):

@@ -74,8 +74,10 @@ def _token_ids(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     """A validator: token ids; whether the model has them is known only at admission."""
     if value is None and attribute.default is None:
         return
-    if not isinstance(value, tuple) or not all(type(token) is int and token >= 0 for token in value):
-        message = f"{attribute.name} takes token ids (integers of at least 0), got {_short(value)}"
+    is_several = isinstance(value, tuple)
+    wrong = [token for token in value if type(token) is not int or token < 0] if is_several else [value]
+    if wrong:
+        message = f"{attribute.name} takes token ids (integers of at least 0), got {_short(wrong[0])}"
         raise InvalidRequest(message, field=attribute.name)
 
 
@@ -106,7 +108,8 @@ def _logit_bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         raise InvalidRequest(f"{name} takes at most {MAX_LOGIT_BIAS} tokens, got {len(value)}", field=name)
     for pair in value:
         if not isinstance(pair, tuple) or len(pair) != 2 or type(pair[0]) is not int or pair[0] < 0:
-            message = f"{name} must map token ids (integers of at least 0) to numbers, got {_short(pair)}"
+            token = pair[0] if isinstance(pair, tuple) and pair else pair
+            message = f"{name} must map token ids (integers of at least 0) to numbers, got {_short(token)}"
             raise InvalidRequest(message, field=name)
         bias = pair[1]
         if not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:

@@ -299,7 +299,7 @@ class Embedder:
         elif wanted not in possible:
             sizes = ", ".join(map(str, sorted(possible)))
             others = f"can only be cut to {sizes}" if sizes else "were not trained to be cut"
-            message = f"dimensions is {wanted}, but vectors of {self.name} have {size} and {others}"
+            message = f"dimensions is {wanted}, but this model's vectors have {size} and {others}"
             raise UnsupportedParameter(message, field="dimensions")
 
     # --- steps ---

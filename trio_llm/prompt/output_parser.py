@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from trio_llm.prompt.events import Event, Message, TextPiece, collect, joined
+from trio_llm.prompt.events import Event, TextPiece, joined
 from trio_llm.prompt.reasoning import ReasoningParser
 from trio_llm.prompt.tool_parsers import ToolParser
 
@@ -55,11 +55,6 @@ class OutputParser:
         """
         return self._num_reasoning_tokens if self._reasoning and self._reasoning.has_reasoning else 0
 
-    @property
-    def num_tool_calls(self) -> int:
-        """Calls found so far."""
-        return self._tools.num_calls if self._tools else 0
-
     def _after_reasoning(self, events: Iterable[Event]) -> list[Event]:
         found: list[Event] = []
         for event in events:
@@ -80,8 +75,3 @@ class OutputParser:
         self._num_reasoning_tokens += len(token_ids)
         if self._reasoning.is_over and (self._end_token_id is None or not self._reasoning.has_reasoning):
             self._is_counting = False
-
-
-def parse_output(parser: OutputParser, text: str, token_ids: Sequence[int] = ()) -> Message:
-    """A whole text at once, by the way that streams go."""
-    return collect([*parser.push(text, token_ids), *parser.finish()])

@@ -54,11 +54,6 @@ class ToolFormat:
     has_named_arguments: bool = False
     """Whether a Mistral vocabulary is of the kind that writes `name[ARGS]{...}`."""
 
-    @property
-    def needs_special_tokens(self) -> bool:
-        """Whether the parser sees calls only in a text that has `special_token_ids`."""
-        return bool(self.special_token_ids)
-
     def parser(self, tools: Collection[str], *, stream_arguments: bool = False) -> ToolParser:
         """A parser for one choice.
 

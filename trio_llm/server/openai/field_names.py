@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 from trio_llm.errors import TrioLLMError
 
+_WORDS = frozenset({"prompt", "messages"})
+"""Fields whose names are words too, of ours and of a template's."""
+
 
 @contextmanager
 def fields_called(names: Mapping[str, str]) -> Iterator[None]:
@@ -34,7 +37,7 @@ def rename(error: TrioLLMError, *names: Mapping[str, str]) -> None:
         theirs = renaming.get(ours)
         if theirs is not None:
             error.field = theirs
-            if ours != "prompt":  # which is a word too
+            if ours not in _WORDS:
                 error.message = re.sub(rf"\b{re.escape(ours)}\b", theirs, error.message)
 
 
