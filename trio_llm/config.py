@@ -150,7 +150,7 @@ class ServerSettings:
     """Tokens to make when a request names no limit; None is the rest of the context."""
     compat: Literal["strict", "lenient"] = "strict"
     """"strict" refuses request fields that are unknown or not supported, "lenient" ignores and logs them."""
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "pythonic"] = "auto"
+    tool_call_parser: Literal["auto", "none", "hermes", "qwen3_coder", "llama3", "mistral", "pythonic"] = "auto"
     """Syntax of the model's tool calls; "auto" goes by its chat template."""
     reasoning_parser: Literal["auto", "none", "think", "mistral"] = "auto"
     """Marks of the model's reasoning; "auto" goes by its chat template, "none" leaves them in the text."""

@@ -53,6 +53,8 @@ VOCABULARIES: dict[str, tuple[str, list[str], list[str]]] = {
     "hermes": ("hermes", [], []),
     "hermes with tokens": ("hermes", [], ["<tool_call>", "</tool_call>"]),
     "hermes with special tokens": ("hermes", ["<tool_call>", "</tool_call>"], []),
+    "qwen3_coder": ("qwen3_coder", [], []),
+    "qwen3_coder with tokens": ("qwen3_coder", [], ["<tool_call>", "</tool_call>"]),
     "llama3": ("llama3", ["<|python_tag|>"], []),
     "mistral": ("mistral", ["[TOOL_CALLS]"], []),
     "mistral with arguments": ("mistral", ["[TOOL_CALLS]", "[ARGS]"], []),
@@ -106,7 +108,7 @@ class Model:
         return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
     def read(self, text: str, *, stream: bool = False) -> Message:
-        parser = self.format.parser(SCHEMAS, stream_arguments=stream)
+        parser = self.format.parser(SCHEMAS, stream_arguments=stream, schemas=SCHEMAS)
         return read_whole(OutputParser(tools=parser), text)
 
 
@@ -191,6 +193,10 @@ def test_a_choice_among_the_tools(model: Model, tool_choice: Any, names: list[st
 
 WRITTEN = {
     "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2.5}}\n</tool_call>',
+    "qwen3_coder": (
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2.5\n</parameter>\n</function>\n"
+        "</tool_call>"
+    ),
     "llama3": '{"name": "add", "parameters": {"a": 1, "b": 2.5}}',
     "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2.5}}]',
     "mistral with arguments": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2.5}',
@@ -208,7 +214,7 @@ def test_calls_as_models_write_them_are_let_through(byte_tokenizer: ByteTokenize
     assert not model.accepts(grammar, text.replace("2.5", '"x"'))
     assert not model.accepts(grammar, text.replace("add", "now"))
     assert not model.accepts(grammar, text + text)
-    twice = {"hermes": "\n", "llama3": "; "}.get(model.format.name)
+    twice = {"hermes": "\n", "qwen3_coder": "\n", "llama3": "; "}.get(model.format.name)
     if twice is not None:
         assert model.accepts(model.grammar("required"), text + twice + text)
         assert not model.accepts(model.grammar("required", parallel=False), text + twice + text)
@@ -237,7 +243,7 @@ def test_strict_functions_are_held_to_their_schemas_in_any_text(byte_tokenizer: 
         return
     many, one = model.grammar("auto", tools=STRICT), model.grammar("auto", tools=STRICT, parallel=False)
     call = WRITTEN.get(vocabulary) or WRITTEN[model.format.name]
-    lenient = call.replace('"add"', '"say"').replace("]add[", "]say[")
+    lenient = call.replace('"add"', '"say"').replace("]add[", "]say[").replace("=add>", "=say>")
     for text in ("", "Yes <b> [TOOL\n", call, f"So: {call}", f"So: {call} then", lenient):
         assert model.accepts(many, text), text
         assert model.accepts(one, text), text
@@ -285,7 +291,14 @@ def test_parameters_that_are_of_none(byte_tokenizer: ByteTokenizer, parameters: 
 
 @pytest.mark.parametrize(
     "parameters",
-    [{"properties": {"a": {}}, "oneOf": []}, {"properties": {"a b": {}}}, {"properties": {}, "required": ["a"]}],
+    [
+        {"properties": {"a": {}}, "oneOf": []},
+        {"properties": {"a b": {}}},
+        {"properties": {}, "required": ["a"]},
+        {"properties": ["a"], "required": ["a"]},
+        {"properties": {"a": {}}, "required": "a"},
+        {"properties": {"a": {}}, "required": [["a"]]},
+    ],
 )
 def test_what_keyword_arguments_cannot_be_held_to(byte_tokenizer: ByteTokenizer, parameters: Any) -> None:
     with pytest.raises(InvalidRequest, match="cannot be held to") as caught:
@@ -350,3 +363,53 @@ def test_tools_that_are_none(tool: Any) -> None:
 def test_a_name_is_given_once() -> None:
     with pytest.raises(InvalidRequest, match="two tools are called 'now'"):
         read_tool_choice("none", [*TOOLS, TOOLS[0]])
+
+
+ELEMENT = "<tool_call>\n<function=add>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string"}, ["", "1", "two\nlines\n", "a</parameter>", "<b>"], []),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "\n\n\n"], ["a", "abcd"]),
+        ({"type": "integer"}, ["1", "-5"], ["1.5", "x", ""]),
+        ({"enum": ["a", 'b"\n', 3, None]}, ["a", 'b"\n', "3", "null"], ["b", "4", '"a"']),
+        ({"const": "a"}, ["a"], ["b"]),
+        ({"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]}, ["ab", ""], ["null", "abc"]),
+        ({"anyOf": [{"$ref": "#/$defs/colour"}, {"type": "null"}]}, ["red", "null"], ["blue", "nul"]),
+        ({"$ref": "#/$defs/colour"}, ["red"], ["blue", "null"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/colour"}}, ["[]", '["red"]'], ["[1]", "red"]),
+        ({}, ["x", "[1]"], []),
+        (True, ["x", "[1]"], []),
+    ],
+)
+def test_values_without_quotes(byte_tokenizer: ByteTokenizer, schema: Any, good: list[str], bad: list[str]) -> None:
+    model = Model(byte_tokenizer, "qwen3_coder")
+    defs = {"colour": {"enum": ["red", "green"], "type": "string"}}
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": defs}
+    grammar = model.grammar("required", tools=function(parameters))
+    for text in good:
+        assert model.accepts(grammar, ELEMENT.format(text)), text
+    for text in bad:
+        assert not model.accepts(grammar, ELEMENT.format(text)), text
+    assert not model.accepts(grammar, "<tool_call>\n<function=add>\n</function>\n</tool_call>")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"type": "string", "pattern": "^a"}}},
+        {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 5}]}}},
+        {"properties": {"a": {"not": {}}}},
+        {"properties": {"a": {"minLength": "0}"}}},
+        {"properties": {"a": {"type": "string", "maxLength": [1]}}},
+        {"properties": {"a": {"type": "string", "enum": 5}}},
+        {"properties": {"a<": {}}},
+        {"properties": {"a": {}}, "oneOf": []},
+    ],
+)
+def test_what_values_without_quotes_cannot_be_held_to(byte_tokenizer: ByteTokenizer, parameters: Any) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be held to") as caught:
+        Model(byte_tokenizer, "qwen3_coder").grammar("required", tools=function(parameters))
+    assert caught.value.field == "tools"

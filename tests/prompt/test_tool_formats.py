@@ -22,15 +22,14 @@ _EACH = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
 TEMPLATES = {
     "hermes": _EACH
     + '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>{% endfor %}',
+    "qwen3_coder": _EACH + "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}"
+    "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}",
     "llama3": _EACH + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endfor %}',
     "mistral": "{% if m.tool_calls %}[TOOL_CALLS][" + _EACH + "{% if c.id | length != 9 %}{{ raise_exception('id') }}"
     '{% endif %}{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}{% endfor %}]{% endif %}',
     "pythonic": "{% if m.tool_calls %}[" + _EACH + "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}="
     "{{ v | tojson }}{% endfor %}){% endfor %}]{% endif %}",
 }
-_QWEN3_CODER = (
-    _EACH + "<tool_call>\n<function={{ f.name }}>\n{{ f.arguments | tojson }}</function></tool_call>{% endfor %}"
-)
 _TOLD = (
     '{% if tools %}Answer with <tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call>{% endif %}'
     "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -57,7 +56,6 @@ def test_a_template_shows_its_format(byte_tokenizer: ByteTokenizer, name: str) -
     [
         (None, None),
         (_HEAD + _TAIL, None),
-        (_HEAD + _QWEN3_CODER + _TAIL, None),
         (_TOLD, "hermes"),
         ("{{ tools }}{{ messages[0].content }}[TOOL_CALLS]", "mistral"),
         ("{{ messages[0].content }}[TOOL_CALLS]", None),  # takes no tools
@@ -75,7 +73,9 @@ def test_a_name_overrides(byte_tokenizer: ByteTokenizer) -> None:
     assert found is not None
     assert found.name == "pythonic"
     assert tool_format(tokenizer, "none") is None
-    with pytest.raises(ConfigurationError, match="there are auto, none, hermes, llama3, mistral, pythonic") as caught:
+    with pytest.raises(
+        ConfigurationError, match="there are auto, none, hermes, qwen3_coder, llama3, mistral, pythonic"
+    ) as caught:
         tool_format(tokenizer, "other")
     assert caught.value.field == "tool_call_parser"
 

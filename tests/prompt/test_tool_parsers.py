@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from trio_llm.prompt.events import Event, Message, TextPiece, ToolCall, ToolCallArguments, ToolCallStart, collect
 from trio_llm.prompt.tool_parsers import HermesParser, Llama3Parser, MistralParser, PythonicParser, ToolParser
+from trio_llm.prompt.untyped_values import written
+from trio_llm.prompt.xml_calls import Qwen3CoderParser
 
 CheckEveryCut = Callable[[Callable[[], ToolParser], str], list[Event]]
 TOOLS = ["add", "add_two", "now", "get-weather"]
-FORMATS = [HermesParser, Llama3Parser, MistralParser, PythonicParser]
+FORMATS = [HermesParser, Qwen3CoderParser, Llama3Parser, MistralParser, PythonicParser]
 
 Read = Callable[..., Message]
 
@@ -64,6 +66,31 @@ def calls(*named: tuple[str, str]) -> tuple[ToolCall, ...]:
         (HermesParser, '<tool_call>{"name": "now", "arguments": {}}', "", [("now", "{}")]),
         (HermesParser, '<tool_call>{"name": "now"}\n{"name": "now"}</tool_call>', "", [("now", "{}"), ("now", "{}")]),
         (HermesParser, '<tool_call>{"name": "now"} so</tool_call>', " so</tool_call>", [("now", "{}")]),
+        (
+            Qwen3CoderParser,
+            "Let me.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n",
+            "Let me.\n",
+            [("add", '{"a": 1}')],
+        ),
+        (
+            Qwen3CoderParser,
+            (
+                '<tool_call><function=add><parameter=a>{"x": [1]}</parameter><parameter=b>\n\nso\n</parameter>\n</function>'
+                "</tool_call><tool_call>\n<function=now>\n</function>"
+            ),
+            "",
+            [("add", '{"a": {"x": [1]}, "b": "\\nso"}'), ("now", "{}")],
+        ),
+        # what looks like a marker within a line is the value's
+        (
+            Qwen3CoderParser,
+            (
+                "<tool_call>\n<function=add_two>\n<parameter=a>\nif a</parameter>:\n</tool_call>\n</function>\n</parameter>\n"
+                "</function> </tool_call> so"
+            ),
+            " so",
+            [("add_two", '{"a": "if a</parameter>:\\n</tool_call>\\n</function>"}')],
+        ),
         (Llama3Parser, '{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
         (Llama3Parser, ' {"type": "function", "name": "now", "parameters": {}}', "", [("now", "{}")]),
         (
@@ -133,6 +160,20 @@ NO_CALLS: dict[type[ToolParser], list[str]] = {
         "  ",
         "",
         "</tool_call><tool_call",
+    ],
+    Qwen3CoderParser: [
+        "<tool_call>\n<function=unknown>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</tool_call>",
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=a>\n2\n</parameter>\n</function>",
+        "<tool_call>\n<function=add>\n<parameter=a>\n1</parameter>",
+        "<tool_call><function=add><parameter=>1</parameter></function>",
+        "<tool_call><function=add><parameter=a\n>1</parameter></function>",
+        "<tool_call><function=add><parameter=a",
+        "<tool_call><function=add>1</function>",
+        "<tool_call><function=add>",
+        '<tool_call>{"name": "add", "arguments": {}}</tool_call>',
+        "<function=add></function>",
+        "<tool_call>",
     ],
     Llama3Parser: [
         '{"city": "Bern"}',
@@ -221,6 +262,9 @@ def test_without_tools_all_is_text(read: Read) -> None:
         (HermesParser, 'a <tool_call>{"x', ""),
         (HermesParser, 'a <tool_call>{"name": "z', ""),
         (HermesParser, 'a <tool_call>{"name": "add', '<tool_call>{"name": "add'),
+        (Qwen3CoderParser, "a <tool_call>\n<function=ad", "<tool_call>\n<function=ad"),
+        (Qwen3CoderParser, "a <tool_call>\n<function=x", ""),
+        (Qwen3CoderParser, "a <tool_call>\n<function=add>\nx", ""),
         (Llama3Parser, '{"c', ""),
         (Llama3Parser, '{"name": "B', ""),
         (Llama3Parser, "a {", ""),
@@ -308,6 +352,31 @@ def as_python(value: Any) -> str:
     return repr(value)
 
 
+def in_elements(name: str, arguments: dict[str, Any]) -> str:
+    """A call of Qwen 3 Coder's."""
+    lines = [f"<parameter={key}>\n{written(value)}\n</parameter>\n" for key, value in arguments.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</tool_call>"
+
+
+def typed(made: list[tuple[str, dict[str, Any]]]) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
+    """The same calls with parameters that are of one type each, as their names say; and the schemas."""
+    names: dict[type, str] = {
+        bool: "boolean",
+        int: "integer",
+        float: "number",
+        str: "string",
+        list: "array",
+        dict: "object",
+    }
+    types = {names.get(type(value), "null") for _, arguments in made for value in arguments.values()}
+    keys = {f"{key}-{kind}": {"type": kind} for _, arguments in made for key in arguments for kind in types}
+    told = [
+        (name, {f"{key}-{names.get(type(value), 'null')}": value for key, value in arguments.items()})
+        for name, arguments in made
+    ]
+    return told, {key: {"type": "object", "properties": keys} for key in TOOLS}
+
+
 def write(parser: type[ToolParser], made: list[tuple[str, dict[str, Any]]], *, ascii_only: bool) -> str:
     """Calls as a model writes them."""
 
@@ -316,6 +385,8 @@ def write(parser: type[ToolParser], made: list[tuple[str, dict[str, Any]]], *, a
 
     if parser is HermesParser:
         return "\n".join(f"<tool_call>\n{text(name, 'arguments', each)}\n</tool_call>" for name, each in made)
+    if parser is Qwen3CoderParser:
+        return "\n".join(in_elements(name, each) for name, each in made)
     if parser is Llama3Parser:
         return "; ".join(text(name, "parameters", each) for name, each in made)
     if parser is MistralParser:
@@ -331,16 +402,19 @@ def write(parser: type[ToolParser], made: list[tuple[str, dict[str, Any]]], *, a
 @settings(deadline=None, max_examples=150)
 def test_any_arguments_and_any_cut(parser: type[ToolParser], data: st.DataObject) -> None:
     made = data.draw(st.lists(st.tuples(st.sampled_from(TOOLS), ARGUMENTS), min_size=1, max_size=3))
+    schemas = None
+    if parser is Qwen3CoderParser:  # of which nothing but the schema shows what is a text
+        made, schemas = typed(made)
     text = write(parser, made, ascii_only=data.draw(st.booleans()))
     streamed = data.draw(st.booleans())
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    reader = parser(TOOLS, stream_arguments=streamed)
+    reader = parser(TOOLS, stream_arguments=streamed, schemas=schemas)
     message = collect([*(event for piece in pieces for event in reader.push(piece)), *reader.finish()])
     assert message.content == ""
     assert [call.name for call in message.tool_calls] == [name for name, _ in made]
     assert [json.loads(call.arguments) for call in message.tool_calls] == [each for _, each in made]
-    whole = parser(TOOLS, stream_arguments=streamed)
+    whole = parser(TOOLS, stream_arguments=streamed, schemas=schemas)
     assert collect([*whole.push(text), *whole.finish()]) == message
 
 
@@ -348,6 +422,7 @@ FRAGMENTS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_start|>"),
         *('{"name": "add", "arguments": ', '{"name": "now"}', '{"a": 1}', "now", "add(a=1)", "add(", ")", "[", "]"),
+        *("<function=add>", "<function=now>", "<parameter=a>", "</parameter>", "\n</parameter>", "</function>"),
         *("{", "}", '"', "'", "\\", ",", ";", ":", " ", "\n", "text", "<", '"name"'),
     ]
 )
@@ -369,3 +444,53 @@ def test_any_text_and_any_cut(parser: type[ToolParser], data: st.DataObject) -> 
     if not streamed:
         for call in message.tool_calls:
             assert isinstance(json.loads(call.arguments), dict)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "1", "1"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "string"}, '"a"', '"a"'),
+        ({"type": "string"}, " a ", " a "),
+        ({"type": "integer"}, "1", 1),
+        ({"type": "integer"}, "one", "one"),
+        ({"type": "integer"}, "1.0", 1.0),
+        ({"type": "number"}, "1", 1),
+        ({"type": "number"}, " 1.5 ", 1.5),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": ["string", "integer"]}, "1.5", "1.5"),
+        ({"type": ["string", "integer"]}, "15", 15),
+        ({"type": "boolean"}, "true", True),
+        ({"type": "boolean"}, "False", False),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "5", "5"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", None),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": ["a", 1]}, "1", 1),
+        ({"const": "true"}, "true", "true"),
+        ({"$ref": "#/$defs/text"}, "5", "5"),
+        ({"$ref": "#/$defs/loop"}, "5", 5),
+        ({"$ref": "#/$defs/missing"}, "5", 5),
+        ({"$ref": "elsewhere"}, "5", 5),
+        ({"type": "object"}, '{"a": [1, "\\n"]}', {"a": [1, "\n"]}),
+        ({"type": "array"}, "[1,", "[1,"),
+        ({}, "[1]", [1]),
+        ({}, "so", "so"),
+        (True, "1", 1),
+        (None, "[" * 5000, "[" * 5000),
+    ],
+)
+def test_the_schema_tells_text_from_numbers(schema: Any, text: str, value: Any) -> None:
+    defs = {"text": {"type": "string"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]}}
+    parser = Qwen3CoderParser(TOOLS, schemas={"add": {"properties": {"a": schema}, "$defs": defs}})
+    call = f"<tool_call>\n<function=add>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    message = collect([*parser.push(call), *parser.finish()])
+    assert json.loads(message.tool_calls[0].arguments) == {"a": value}
+    assert type(json.loads(message.tool_calls[0].arguments)["a"]) is type(value)
+
+
+@pytest.mark.parametrize("schema", [None, "x", [], {"properties": []}, {"properties": {"a": 3}}])
+def test_schemas_that_are_none_say_nothing(schema: Any) -> None:
+    parser = Qwen3CoderParser(TOOLS, schemas={"add": schema})
+    events = parser.push("<tool_call><function=add><parameter=a>1</parameter></function>")
+    assert collect(events).tool_calls == calls(("add", '{"a": 1}'))

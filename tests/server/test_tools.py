@@ -366,3 +366,31 @@ async def test_what_a_model_that_calls_nothing_is_refused_with(serving, template
         answer = await server.ask("POST", CHAT, {**HI, "tools": [WEATHER]})
         assert answer.status == 400
         assert said in answer.json["error"]["message"]
+
+
+ELEMENTS = (
+    "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or () %}"
+    "<tool_call>\n<function={{ call.function.name }}>\n{% for key, value in call.function.arguments.items() %}"
+    "<parameter={{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}{% endfor %}"
+)
+"""A template that writes calls as Qwen 3 Coder does."""
+
+
+async def test_values_of_a_call_are_what_its_schema_says(serving):
+    text = (
+        "Now:\n<tool_call>\n<function=note>\n<parameter=text>\n12\n</parameter>\n<parameter=line>\n12\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    executor, model, _ = saying("byte-level", text, template=ELEMENTS)
+    note = function("note", text={"type": "string"}, line={"type": "integer"})
+    async with serving(executor=executor, model=model) as server:
+        (choice,), _ = await ask(server, tools=[note])
+        assert choice["message"]["content"].strip() == "Now:"
+        assert calls_of(choice) == [("note", {"text": "12", "line": 12})]
+    executor, model = random_model(template=ELEMENTS)
+    async with serving(executor=executor, model=model) as server:
+        limited = function("note", text={"type": "string", "maxLength": 4}, line={"enum": [1, 2]})
+        for tool_choice in ("required", {"type": "function", "function": {"name": "note"}}):
+            (choice,), _ = await ask(server, tools=[limited], tool_choice=tool_choice, parallel_tool_calls=False)
+            ((_, arguments),) = calls_of(choice)
+            assert len(arguments["text"]) <= 4 and arguments["line"] in (1, 2)

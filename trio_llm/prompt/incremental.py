@@ -108,6 +108,14 @@ class IncrementalParser(ABC):
             if whole or not any(text.startswith(rest) for text in texts) or not (yield from self._more()):
                 return whole
 
+    def _find(self, text: str, at: int) -> Steps[int]:
+        """Where a text stands, from `at` on; -1 if it does not."""
+        while True:
+            found = self._buffer.find(text, at)
+            at = max(at, len(self._buffer) - len(text) + 1)
+            if found >= 0 or not (yield from self._more()):
+                return found
+
     def _value_end(self, value: BracketedValue) -> Steps[int]:
         """Where a value ends, or 0 if it is none or does not end."""
         while value.is_open and value.read(self._buffer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,12 +12,15 @@ import attrs
 from trio_llm.core.sampling_params import StructuredOutput
 from trio_llm.errors import InvalidRequest
 from trio_llm.prompt.tool_formats import ToolFormat
+from trio_llm.prompt.untyped_values import kinds_of, resolved, written
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NOTES = frozenset(["type", "properties", "required", "title", "description", "$schema", "strict"])
 """Keywords of a schema that say nothing of properties which it does not name."""
 _OF_KEYWORDS = _NOTES | {"$defs", "definitions", "additionalProperties"}
 """Keywords that a call with keyword arguments can be held to."""
+_OF_TEXT = frozenset(["type", "title", "description", "default", "examples", "minLength", "maxLength"])
+"""Keywords that a value without quotes can be held to, where it may be a text."""
 
 
 @attrs.frozen
@@ -190,10 +193,35 @@ class _Writer:
     def one_of(self, bodies: Sequence[str]) -> str:
         return self.rule("call", " | ".join(bodies))
 
+    def properties(self, name: str, is_key: Callable[[str], object]) -> tuple[dict[str, Any], Collection[str]]:
+        """The parameters of a function, one by one, and which of them are required.
+
+        Args:
+            is_key: whether the syntax takes a text for the name of one.
+
+        Raises:
+            InvalidRequest: the schema says more than that.
+        """
+        schema = self.schemas[name]
+        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        strange = sorted(schema.keys() - _OF_KEYWORDS)
+        if strange:
+            raise _not_held(f"the keyword {strange[0]!r}", name)
+        if not isinstance(properties, dict) or not all(map(is_key, properties)):
+            raise _not_held("properties of strange names", name)
+        if not isinstance(required, list | tuple) or not all(key in list(properties) for key in required):
+            raise _not_held("required properties that are not named", name)
+        return properties, required
+
     def objects(self, key: str) -> str:
         """A call as an object with a name and arguments."""
         heads = {name: f'{{"name": {_text(name)}, "{key}": ' for name in self.schemas}
         return self.one_of([f'{_text(heads[name])} {self.json(self.schemas[name])} "}}"' for name in heads])
+
+
+def _not_held(what: str, name: str) -> InvalidRequest:
+    message = f"this model writes keyword arguments, which cannot be held to {what} in the parameters of {name!r}"
+    return InvalidRequest(message, field="tools")
 
 
 def _repeated(call: str, between: str, several: bool) -> str:
@@ -208,6 +236,62 @@ class _Hermes(_Writer):
         body = f'"\\n" {self.objects("arguments")} "\\n"'
         call = self.rule("tagged", f"{self._begin} {body} {self.marker('</tool_call>')}")
         return _repeated(call, r'"\n"', several)
+
+
+class _Qwen3Coder(_Writer):
+    opening = "<tool_call>"
+    opens_each = True
+
+    def calls(self, *, several: bool) -> str:
+        bodies = [
+            f'{_text(f"<function={name}>")} "\\n" {self._parameters(name)} "</function>"' for name in self.schemas
+        ]
+        call = self.rule("tagged", f'{self._begin} "\\n" {self.one_of(bodies)} "\\n" {self.marker("</tool_call>")}')
+        return _repeated(call, r'"\n"', several)
+
+    def _parameters(self, name: str) -> str:
+        properties, required = self.properties(name, re.compile(r"[^<>\n]+").fullmatch)
+        if not properties and self.schemas[name].get("additionalProperties") is not False:
+            return f"(/<parameter=[^<>\\n]+>\\n/ {self._any_text()})*"
+        parts = []
+        for key, schema in properties.items():
+            part = f'({_text(f"<parameter={key}>")} "\\n" {self._value(name, key, schema)})'
+            parts.append(part if key in required else f"{part}?")
+        return " ".join(parts)
+
+    def _value(self, name: str, key: str, schema: Any) -> str:
+        """A value, and what ends it."""
+        whole = self.schemas[name]
+        schema = resolved(schema, whole)
+        parts = [schema]
+        if isinstance(schema.get("anyOf"), list) and schema.keys() <= _OF_TEXT | {"anyOf"}:
+            parts = [resolved(part, whole) for part in schema["anyOf"]]
+        texts = [part for part in parts if "string" in kinds_of(part, whole) and not part.keys() & {"enum", "const"}]
+        if texts:
+            # whatever is written is read as what it looks like, which must then be allowed
+            strange = sorted(set().union(*parts) - _OF_TEXT)
+            if strange:
+                raise _not_held(f"the keyword {strange[0]!r} of {key!r}", name)
+            least, most = texts[0].get("minLength", 0), texts[0].get("maxLength")
+            if type(least) is not int or (most is not None and type(most) is not int):
+                raise _not_held(f"a length of {key!r} that is no integer", name)
+            return self._any_text(least, most)
+        shared: dict[str, Any] = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
+        bodies: list[str] = []
+        for part in parts:
+            if "string" in kinds_of(part, whole):
+                values = part.get("enum", [part.get("const")])
+                if not isinstance(values, list):
+                    raise _not_held(f"an enum of {key!r} that is no list", name)
+                bodies += [_text(written(value)) for value in values]
+            else:
+                bodies.append(self.json({**shared, **part}))
+        return f'({" | ".join(bodies)}) "\\n</parameter>\\n"'
+
+    def _any_text(self, least: int = 0, most: int | None = None) -> str:
+        """A text of so many characters, up to the first line that ends a parameter."""
+        body = f"/(.|\\n){{{least},{'' if most is None else most}}}\\n<\\/parameter>\\n/"
+        return self.rule(f"text_{len(self.rules)}[lazy]", body).partition("[")[0]
 
 
 class _Llama3(_Writer):
@@ -235,17 +319,8 @@ class _Pythonic(_Writer):
 
     def _arguments(self, name: str) -> str:
         """Keyword arguments in the order of the properties, those that are not required or not."""
+        properties, required = self.properties(name, str.isidentifier)
         schema = self.schemas[name]
-        properties, required = schema.get("properties") or {}, schema.get("required") or ()
-        strange = sorted(schema.keys() - _OF_KEYWORDS)
-        if strange or not all(key.isidentifier() for key in properties) or not set(required) <= properties.keys():
-            what = (
-                f"the keyword {strange[0]!r}" if strange else "properties that are no identifiers, or required unnamed"
-            )
-            message = (
-                f"this model writes keyword arguments, which cannot be held to {what} in the parameters of {name!r}"
-            )
-            raise InvalidRequest(message, field="tools")
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         # from the last to the first: what may follow, once without and once with an argument before it
         first = following = '""'
@@ -262,6 +337,7 @@ class _Pythonic(_Writer):
 
 _WRITERS: Mapping[str, type[_Writer]] = {
     "hermes": _Hermes,
+    "qwen3_coder": _Qwen3Coder,
     "llama3": _Llama3,
     "mistral": _Mistral,
     "pythonic": _Pythonic,

@@ -14,9 +14,11 @@ from trio_llm.errors import ConfigurationError
 from trio_llm.prompt.chat_template import template_of
 from trio_llm.prompt.tool_parsers import HermesParser, Llama3Parser, MistralParser, PythonicParser, ToolParser
 from trio_llm.prompt.vocabulary import marker_tokens, special_token_ids
+from trio_llm.prompt.xml_calls import Qwen3CoderParser
 
 _PARSERS: Mapping[str, type[ToolParser]] = {
     "hermes": HermesParser,
+    "qwen3_coder": Qwen3CoderParser,
     "llama3": Llama3Parser,
     "mistral": MistralParser,
     "pythonic": PythonicParser,
@@ -27,6 +29,7 @@ TOOL_FORMATS = tuple(_PARSERS)
 
 _MARKERS = {
     "hermes": ["<tool_call>", "</tool_call>"],
+    "qwen3_coder": ["<tool_call>", "</tool_call>"],
     "llama3": ["<|python_tag|>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
     "pythonic": ["<|python_start|>", "<|python_end|>", "<|tool_call_start|>", "<|tool_call_end|>"],
@@ -36,6 +39,7 @@ _MARKERS = {
 # The line ends of a template's source may be escapes in a string.
 _TRACES = [
     ("mistral", r"\[TOOL_CALLS\]"),
+    ("qwen3_coder", r"<function=(?:probe|example_function_name)>"),
     ("hermes", r"<tool_call>(?:\\n|\s)*\{"),
     ("pythonic", r"\[(?:probe|func_name1)\(|<\|python_start\|>|<\|tool_call_start\|>\["),
     ("llama3", r'"name":\s*"probe",\s*"parameters"|<\|python_tag\|>'),
@@ -54,15 +58,18 @@ class ToolFormat:
     has_named_arguments: bool = False
     """Whether a Mistral vocabulary is of the kind that writes `name[ARGS]{...}`."""
 
-    def parser(self, tools: Collection[str], *, stream_arguments: bool = False) -> ToolParser:
+    def parser(
+        self, tools: Collection[str], *, stream_arguments: bool = False, schemas: Mapping[str, Any] | None = None
+    ) -> ToolParser:
         """A parser for one choice.
 
         Args:
             tools: names of the functions that may be called; what calls another stays text.
             stream_arguments: give arguments as they come, and not when they are whole; for output
                 of a grammar, which is valid as far as it goes.
+            schemas: of their parameters, by name: in some syntaxes only these tell text from numbers.
         """
-        return _PARSERS[self.name](tools, stream_arguments=stream_arguments)
+        return _PARSERS[self.name](tools, stream_arguments=stream_arguments, schemas=schemas)
 
     def new_call_id(self) -> str:
         """An id for a call that the format's own chat templates take when it comes back."""

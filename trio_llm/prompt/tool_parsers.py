@@ -33,13 +33,17 @@ class ToolParser(IncrementalParser):
     Args:
         tools: names of the functions that may be called.
         stream_arguments: give arguments as they come, and not when they are whole.
+        schemas: of their parameters, by name, for syntaxes whose values do not show what they are.
     """
 
-    def __init__(self, tools: Collection[str], *, stream_arguments: bool = False) -> None:
+    def __init__(
+        self, tools: Collection[str], *, stream_arguments: bool = False, schemas: Mapping[str, Any] | None = None
+    ) -> None:
         self.num_calls = 0
         """Calls reported so far."""
         self._tools = frozenset(tools)
         self._stream_arguments = stream_arguments
+        self._schemas = schemas or {}
         self._blanks: str | None = ""
         """White space since the beginning or the last call; None once there was text after it."""
         super().__init__()

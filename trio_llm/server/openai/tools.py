@@ -89,7 +89,11 @@ class Reading:
             # where a grammar makes the calls, and nothing stops it, arguments need not be checked before they are told
             None
             if tools is None
-            else tools.parser(self.choice.names, stream_arguments=self.grammar is not None and not can_be_stopped),
+            else tools.parser(
+                self.choice.names,
+                stream_arguments=self.grammar is not None and not can_be_stopped,
+                schemas={tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools},
+            ),
             reasoning_end_token_id=None if reasoning is None else reasoning.end_token_id,
         )
 
