@@ -64,6 +64,9 @@ class EngineSettings:
     deterministic: bool = False
     """Compute every token in the same way whatever the batch, so that its result is the same to the last bit.
     It costs speed; see docs/exactness.md."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of keys and values; "auto" is bfloat16 where linear layers are computed in 8 bits, and
+    that of the model elsewhere."""
     kv_cache_memory: int | None = None
     """Bytes of KV memory; None is min(half of what the process may use, what can be needed)."""
     max_num_queued_reqs: int = 1024

@@ -53,17 +53,24 @@ def test_what_was_built_is_found_again(tmp_path: Path, monkeypatch: pytest.Monke
 # -- attention
 
 SPEC = LayerSpec(num_kv_heads=2, key_dim=8, value_dim=12, sliding_window=None)
+SHAPES = [(4, 8, 12), (16, 32, 80), (64, 6, 16), (80, 10, 32), (2, 4, 6), (6, 2, 5)]
+"""Tokens of a block, dim of keys and of values: for vectors of 16, 4, 2 and 1 lanes."""
 
 
 def attend_in_steps(
-    backend: PageBackend, numbers: tuple[torch.Tensor, ...], chunks: list[int], options: Options
+    backend: PageBackend,
+    numbers: tuple[torch.Tensor, ...],
+    chunks: list[int],
+    options: Options,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """One sequence of all tokens, computed chunk by chunk, in blocks that lie apart."""
-    (layer,) = backend.allocate([SPEC], 40, torch.float32)
+    query, key, value = numbers
+    num_blocks = 2 * -(-sum(chunks) // backend.block_size) + 1
+    (layer,) = backend.allocate([LayerSpec(key.shape[1], key.shape[3], value.shape[3], None)], num_blocks, dtype)
     for pages in backend._pages:
         pages.fill_(float("nan"))  # as memory that was never written may be
-    query, key, value = numbers
-    table = list(range(1, 40, 2))
+    table = list(range(1, num_blocks, 2))
     out = []
     start = 0
     for length in chunks:
@@ -85,18 +92,64 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_attention_over_pages_is_attention(page_backend: PageBackend, options: Options) -> None:
+def random_numbers(length: int, key_dim: int, value_dim: int) -> tuple[torch.Tensor, ...]:
+    """Query, key and value of a sequence, three heads to a pair of these."""
     generator = torch.Generator().manual_seed(0)
-    numbers = tuple(torch.randn(1, heads, 70, dim, generator=generator) for heads, dim in ((6, 8), (2, 8), (2, 12)))
-    whole = attend_in_steps(page_backend, numbers, [70], options)
-    mask = torch.ones(70, 70, dtype=torch.bool).tril()
-    if options.sliding_window:
-        mask &= ~mask.tril(-options.sliding_window)
-    expected = attention(*numbers, mask, causal=False, options=options)
-    torch.testing.assert_close(whole, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
-    for chunks in ([1] * 70, [3] * 23 + [1], [64, 6], [11, 1, 1, 50, 7]):
-        assert torch.equal(attend_in_steps(page_backend, numbers, chunks, options), whole), "chunks change no bit"
+    shapes = ((6, key_dim), (2, key_dim), (2, value_dim))
+    return tuple(torch.randn(1, heads, length, dim, generator=generator) for heads, dim in shapes)
+
+
+def seen(length: int, options: Options) -> torch.Tensor:
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    return mask & ~mask.tril(-options.sliding_window) if options.sliding_window else mask
+
+
+CHUNKS = ([1] * 70, [3] * 23 + [1], [64, 6], [11, 1, 1, 50, 7])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("block_size", "key_dim", "value_dim"), SHAPES)
+def test_attention_over_pages_is_attention(block_size: int, key_dim: int, value_dim: int, options: Options) -> None:
+    backend = PageBackend(load() or pytest.skip("there is no C++ compiler here"), block_size)
+    numbers = random_numbers(70, key_dim, value_dim)
+    whole = attend_in_steps(backend, numbers, [70], options)
+    expected = attention(*numbers, seen(70, options), causal=False, options=options)
+    torch.testing.assert_close(whole, expected.transpose(1, 2), rtol=1e-5, atol=2e-6)
+    for chunks in CHUNKS:
+        assert torch.equal(attend_in_steps(backend, numbers, chunks, options), whole), "chunks change no bit"
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("block_size", "key_dim", "value_dim"), SHAPES[:-1])
+def test_attention_in_bfloat16_is_attention_of_rounded_numbers(
+    block_size: int, key_dim: int, value_dim: int, options: Options
+) -> None:
+    backend = PageBackend(load() or pytest.skip("there is no C++ compiler here"), block_size)
+    query, key, value = random_numbers(70, key_dim, value_dim)
+    whole = attend_in_steps(backend, (query, key, value), [70], options, torch.bfloat16)
+    scaling = key_dim**-0.5 if options.scaling is None else options.scaling
+    rounded = [numbers.bfloat16().double() for numbers in (query * scaling, key, value)]
+    exact = Options(scaling=1.0, sliding_window=options.sliding_window, softcap=options.softcap, sinks=options.sinks)
+    mask = seen(70, options)
+    expected, size = (
+        attention(*rounded[:2], of, mask, causal=False, options=exact).transpose(1, 2)
+        for of in (rounded[2], rounded[2].abs())
+    )
+    # each weight may be off by half of its last place, 2^-8 of it, and by that of a sum in float32
+    assert ((whole - expected).abs() <= (2**-8 + 1e-5) * size + 1e-6).all()
+    for chunks in CHUNKS:
+        assert torch.equal(attend_in_steps(backend, (query, key, value), chunks, options, torch.bfloat16), whole), (
+            "chunks change no bit"
+        )
+
+
+def test_a_nan_stays_with_its_sequence_and_is_not_rounded_to_a_number(page_backend: PageBackend) -> None:
+    numbers = random_numbers(9, 8, 12)
+    numbers[1][0, 0, 3, 1] = float("nan")
+    for dtype in (torch.float32, torch.bfloat16):
+        out = attend_in_steps(page_backend, numbers, [9], Options(), dtype)
+        assert out[0, :3].isfinite().all()
+        assert out[0, 3:, :3].isnan().all() and out[0, 3:, 3:].isfinite().all(), "heads that share the key"
 
 
 def test_a_sequence_does_not_see_its_neighbours(page_backend: PageBackend) -> None:
@@ -130,8 +183,17 @@ def test_numbers_may_lie_in_any_order(page_backend: PageBackend) -> None:
 
 
 def test_other_types_are_refused(page_backend: PageBackend) -> None:
-    with pytest.raises(TypeError, match="bfloat16"):
-        page_backend.allocate([SPEC], 4, torch.bfloat16)
+    with pytest.raises(TypeError, match="float16"):
+        page_backend.allocate([SPEC], 4, torch.float16)
+
+
+@pytest.mark.parametrize(("block_size", "key_dim", "value_dim"), [(3, 8, 12), (4, 7, 12), (4, 8, 11)])
+def test_odd_shapes_are_refused_in_bfloat16(
+    page_backend: PageBackend, block_size: int, key_dim: int, value_dim: int
+) -> None:
+    page_backend.block_size = block_size
+    with pytest.raises(ValueError, match="even"):
+        page_backend.allocate([LayerSpec(2, key_dim, value_dim, None)], 4, torch.bfloat16)
 
 
 def test_a_step_may_be_filled_up_but_not_cut(page_backend: PageBackend) -> None:

@@ -87,9 +87,8 @@ SPECS = [LayerSpec(2, 8, 8, None), LayerSpec(2, 8, 8, 9)]
 
 def blocks(device: str = "cpu", block_size: int = 4, max_model_len: int = 40, **settings: int) -> int:
     return num_kv_blocks(
-        SPECS,
+        bytes_per_block(SPECS, block_size, torch.float32),
         block_size=block_size,
-        dtype=torch.float32,
         device=torch.device(device),
         settings=EngineSettings(**settings),
         max_model_len=max_model_len,

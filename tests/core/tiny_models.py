@@ -136,7 +136,12 @@ BACKENDS = ("torch", "kernels")
 
 
 def paged(
-    model: PreTrainedModel, *, block_size: int = 16, num_blocks: int = 64, backend: str | None = None
+    model: PreTrainedModel,
+    *,
+    block_size: int = 16,
+    num_blocks: int = 64,
+    backend: str | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> PagedModel:
     """As build_core does it; `backend` is one of BACKENDS, by default what the product takes here."""
     speed_up_linears(model)
@@ -144,7 +149,7 @@ def paged(
     if kernels is None and backend == "kernels":
         pytest.skip("there is no C++ compiler here")
     pages = SdpaBackend(CPU, block_size) if kernels is None else PageBackend(kernels, block_size)
-    paged_model = PagedModel(model, pages)
+    paged_model = PagedModel(model, pages, kv_dtype=kv_dtype)
     paged_model.allocate(num_blocks)
     return paged_model
 

@@ -6,14 +6,14 @@ import structlog
 import torch
 
 from trio_llm.config import EngineSettings
-from trio_llm.core.attention import SdpaBackend
+from trio_llm.core.attention import AttentionBackend, SdpaBackend
 from trio_llm.core.draft_model import DraftModel
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.exactness import ROW_MULTIPLE, batch_dependence, use_deterministic_experts
 from trio_llm.core.kernels import Kernels, load
 from trio_llm.core.linear import speed_up_linears
 from trio_llm.core.memory import num_kv_blocks
-from trio_llm.core.model import PagedModel
+from trio_llm.core.model import PagedModel, num_probe_blocks
 from trio_llm.core.page_attention import PageBackend
 from trio_llm.core.quantization import quantize
 from trio_llm.core.speculation import speculation_for
@@ -48,9 +48,8 @@ def build_core(loaded: LoadedModel, settings: EngineSettings, draft: LoadedModel
     draft_model = None if draft is None else _paged(draft, settings, beside=model)
     num_blocks = num_kv_blocks(
         # a block is one in the pages of both
-        model.specs if draft_model is None else model.specs + draft_model.specs,
+        model.block_bytes + (0 if draft_model is None else draft_model.block_bytes),
         block_size=model.backend.block_size,
-        dtype=model.dtype,
         device=model.device,
         settings=settings,
         max_model_len=max_model_len,
@@ -89,12 +88,17 @@ def _paged(loaded: LoadedModel, settings: EngineSettings, *, beside: PagedModel 
     deterministic = settings.deterministic and beside is None and kernels is None
     if deterministic:
         use_deterministic_experts(loaded.model)
-    backend = (
+    backend: AttentionBackend = (
         SdpaBackend(device, block_size or 16, one_by_one=deterministic)
         if kernels is None
         else PageBackend(kernels, block_size or 16)
     )
-    model = PagedModel(loaded.model, backend, row_multiple=ROW_MULTIPLE if deterministic else 1)
+    model = PagedModel(
+        loaded.model,
+        backend,
+        kv_dtype=_kv_dtype(loaded, settings, backend),
+        row_multiple=ROW_MULTIPLE if deterministic else 1,
+    )
     is_free = (beside is None or model.backend.block_size % BLOCK_SIZE == 0) and not deterministic
     if device.type == "cuda" and can_attend(model.specs, model.dtype) and is_free:
         model.backend = VarlenBackend(device, _cuda_block_size(block_size))
@@ -104,8 +108,13 @@ def _paged(loaded: LoadedModel, settings: EngineSettings, *, beside: PagedModel 
 def _allocate(
     loaded: LoadedModel, settings: EngineSettings, model: PagedModel, num_blocks: int, max_model_len: int
 ) -> None:
-    model.allocate(num_blocks)
-    model.probe()
+    if model.kv_dtype is not model.dtype:  # what rounds keys and values would hide small faults from the probe
+        model.allocate(num_probe_blocks(model.backend.block_size), model.dtype)
+        model.probe()
+        model.allocate(num_blocks)
+    else:
+        model.allocate(num_blocks)
+        model.probe()
     kernels = _kernels(loaded, settings)
     if settings.quantization == "int8" or (_is_to_be_int8(loaded, settings) and kernels is not None):
         # after the probe, which could be stricter: in 8 bits a small difference may round a number the other way
@@ -127,6 +136,22 @@ def _kernels(loaded: LoadedModel, settings: EngineSettings) -> Kernels | None:
     # beside float32 layers, whose rows are padded to be deterministic, attention is torch's
     wanted = settings.compiled_kernels and (not settings.deterministic or _is_to_be_int8(loaded, settings))
     return load() if wanted and _is_float32_on_cpu(loaded) else None
+
+
+def _kv_dtype(loaded: LoadedModel, settings: EngineSettings, backend: AttentionBackend) -> torch.dtype:
+    own: torch.dtype = loaded.model.dtype
+    has_choice = isinstance(backend, PageBackend) and backend.block_size % 2 == 0
+    if settings.kv_cache_dtype == "auto":
+        # beside rows in 8 bits, what bfloat16 rounds away is little
+        return torch.bfloat16 if has_choice and _is_to_be_int8(loaded, settings) else own
+    wanted: torch.dtype = getattr(torch, settings.kv_cache_dtype)
+    if wanted is not own and not has_choice:
+        raise ConfigurationError(
+            f"kv_cache_dtype is {settings.kv_cache_dtype}, but only the compiled kernels for float32 models on a CPU, with "
+            f"an even block_size, can keep keys and values in another format than the model's own",
+            field="kv_cache_dtype",
+        )
+    return wanted
 
 
 def _cuda_block_size(wanted: int | None) -> int:

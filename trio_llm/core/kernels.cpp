@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -22,8 +23,11 @@
 using std::int32_t;
 using std::int64_t;
 using std::int8_t;
+using std::uint16_t;
 using std::uint32_t;
+using std::uint64_t;
 using std::uint8_t;
+using Word = uint32_t;
 
 namespace {
 
@@ -40,8 +44,8 @@ constexpr int TILE = 16;   // outputs of a linear layer that are computed side b
 constexpr int GROUP = 64;  // inputs that share a scale
 constexpr float NEG_INF = -INFINITY;
 
-template <class V> V load(const float* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
-template <class V> void store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
+template <class V> V load(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
+template <class V> void store(void* p, V v) { std::memcpy(p, &v, sizeof v); }
 
 // a * b + c, fused where the CPU can: never left to the compiler, who would fuse one loop and not another
 template <class V> inline V fma(V a, V b, V c) {
@@ -68,6 +72,9 @@ template <int W> float sum(typename Lanes<W>::F v) {
 }
 
 template <int W> float largest(typename Lanes<W>::F v) {
+#if defined(__AVX512F__)
+    if constexpr (W == 16) return _mm512_reduce_max_ps((__m512)v);
+#endif
     float parts[W];
     std::memcpy(parts, &v, sizeof v);
     for (int half = W / 2; half > 0; half /= 2)
@@ -346,18 +353,20 @@ void norm_and_quantize(const float* x, const float* weight, float eps, int64_t w
 
 // ---- attention over pages ----
 //
+// Keys and values are kept as words of 32 bits: a float, or two neighbouring numbers in bfloat16.
 // A page holds a block's tokens of one layer, head by head, so that a head's part is read in one
-// stream: keys (block, head, dim, token), values (block, head, token, dim).  With the tokens of keys
-// side by side their scores are, too, and nothing is added across a vector.
+// stream: keys (block, head, words of dim, token), values (block, head, words of tokens, dim).
+// With the tokens of keys side by side their scores are, too, and nothing is added across a vector.
 
 }  // namespace
 
 extern "C" {
 
 struct Pages {
-    float* keys;
-    float* values;
+    Word* keys;
+    Word* values;
     int64_t num_heads, key_dim, value_dim, block_size;
+    int64_t numbers_per_word;
 };
 
 // The sequences of a step: for each its first token among the packed, how many there are, their first
@@ -372,6 +381,8 @@ struct Spans {
 struct Heads {
     const float* data;
     int64_t token_stride, head_stride;
+
+    const float* at(int64_t token, int64_t head) const { return data + token * token_stride + head * head_stride; }
 };
 
 struct Attention {
@@ -384,189 +395,265 @@ struct Attention {
 
 namespace {
 
+// A word of one float.
+struct Single {
+    static constexpr int NUMBERS = 1;
+
+    template <int W> static typename Lanes<W>::F dot(typename Lanes<W>::U a, typename Lanes<W>::U b, typename Lanes<W>::F c) {
+        using F = typename Lanes<W>::F;
+        return fma((F)a, (F)b, c);
+    }
+    template <int W> static void pack(const typename Lanes<W>::F& numbers, Word* to) { store(to, numbers); }
+};
+
+template <int W> struct Twos {
+    typedef uint64_t Both __attribute__((vector_size(4 * W)));
+    typedef Word Words __attribute__((vector_size(2 * W), aligned(4)));
+};
+
+// A word of two bfloat16, the first in the low half.
+struct Pair {
+    static constexpr int NUMBERS = 2;
+
+    // a.low * b.low + a.high * b.high + c
+    template <int W> static typename Lanes<W>::F dot(typename Lanes<W>::U a, typename Lanes<W>::U b, typename Lanes<W>::F c) {
+        using F = typename Lanes<W>::F;
+#if defined(__AVX512BF16__)
+        if constexpr (W == 16) return (F)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#endif
+        c = fma((F)(a << 16), (F)(b << 16), c);
+        return fma((F)(a & 0xffff0000u), (F)(b & 0xffff0000u), c);
+    }
+    // to the nearest, ties to even; the numbers become half as many words
+    template <int W> static void pack(const typename Lanes<W>::F& numbers, Word* to) {
+        typename Lanes<W>::U bits;
+        std::memcpy(&bits, &numbers, sizeof bits);
+        bits = bits + 0x7fff + ((bits >> 16) & 1);
+        bits = numbers != numbers ? typename Lanes<W>::U{} + 0x7fc00000u : bits;
+        typename Twos<W>::Both both;
+        std::memcpy(&both, &bits, sizeof both);
+        both = ((both >> 16) & 0xffff) | ((both >> 32) & 0xffff0000u);
+        const auto words = __builtin_convertvector(both, typename Twos<W>::Words);
+        store(to, words);
+    }
+};
+
+uint16_t bfloat16(float number) {
+    Word word;
+    Pair::pack<2>(Lanes<2>::F{number, 0.0f}, &word);
+    return (uint16_t)word;
+}
+
+template <class Cell> void write_token(const Pages& pages, int64_t block, int64_t slot, int64_t head, const float* key,
+                                       const float* value) {
+    const int64_t place = (block * pages.num_heads + head) * pages.block_size / Cell::NUMBERS;
+    Word *keys = pages.keys + place * pages.key_dim, *values = pages.values + place * pages.value_dim;
+    if constexpr (Cell::NUMBERS == 1) {
+        for (int64_t d = 0; d < pages.key_dim; d++) std::memcpy(keys + d * pages.block_size + slot, key + d, sizeof(Word));
+        std::memcpy(values + slot * pages.value_dim, value, pages.value_dim * sizeof(Word));
+    } else {
+        for (int64_t d = 0; d < pages.key_dim; d += 2)
+            Pair::pack<2>(Lanes<2>::F{key[d], key[d + 1]}, keys + d / 2 * pages.block_size + slot);
+        uint16_t* halves = (uint16_t*)(values + slot / 2 * pages.value_dim) + slot % 2;
+        for (int64_t d = 0; d < pages.value_dim; d++) halves[2 * d] = bfloat16(value[d]);
+    }
+}
+
 void write(const Pages& pages, const Spans& spans, const Heads& keys, const Heads& values) {
+    const auto put = pages.numbers_per_word == 1 ? write_token<Single> : write_token<Pair>;
+    int64_t s = 0;
 #pragma omp for schedule(static)
-    for (int64_t s = 0; s < spans.count; s++)
-        for (int64_t i = 0; i < spans.lengths[s]; i++) {
-            const int64_t token = spans.offsets[s] + i, position = spans.starts[s] + i, size = pages.block_size;
-            const int64_t block = spans.blocks[spans.tables[s] + position / size], slot = position % size;
-            for (int64_t h = 0; h < pages.num_heads; h++) {
-                const int64_t place = block * pages.num_heads + h;
-                const float* key = keys.data + token * keys.token_stride + h * keys.head_stride;
-                float* to = pages.keys + place * pages.key_dim * size + slot;
-                for (int64_t d = 0; d < pages.key_dim; d++) to[d * size] = key[d];
-                std::memcpy(pages.values + (place * size + slot) * pages.value_dim,
-                            values.data + token * values.token_stride + h * values.head_stride,
-                            pages.value_dim * sizeof(float));
-            }
-        }
+    for (int64_t token = 0; token < spans.num_tokens; token++) {
+        while (token >= spans.offsets[s] + spans.lengths[s]) s++;
+        const int64_t position = spans.starts[s] + token - spans.offsets[s], size = pages.block_size;
+        const int64_t block = spans.blocks[spans.tables[s] + position / size];
+        for (int64_t h = 0; h < pages.num_heads; h++)
+            put(pages, block, position % size, h, keys.at(token, h), values.at(token, h));
+    }
 }
 
 constexpr int CHUNK = 64;     // keys between two looks at the largest score, at most (or one block)
 constexpr int MAX_ROWS = 64;  // queries of a tile
+constexpr int SIDE = 4;       // vectors that are computed side by side, for up to 6 rows: what fits the registers of AVX-512
 
 // Queries of one sequence and one KV head that walk through the keys together.
 struct Tile {
-    int64_t rows, key_dim, value_dim;
-    const float* queries[MAX_ROWS];
+    int64_t rows, key_words, value_dim;
     int64_t positions[MAX_ROWS];
-    float top[MAX_ROWS], mass[MAX_ROWS];
-    float* scores;  // (rows, keys of a chunk)
-    float* sums;    // (rows, value_dim)
+    float top[MAX_ROWS];
+    Word* queries;   // (rows, key_words), scaled
+    float* scores;   // (rows, keys of a chunk)
+    Word* weights;   // (rows, words of a chunk)
+    float* sums;     // (rows, value_dim)
+    float* mass;     // (rows, W): what lane by lane is summed of the weights
 };
 
-// scores of R rows for the keys of one block
-template <int W, int R>
-void score_block(const Tile& tile, int64_t row, const float* keys, int64_t size, float scaling, float* scores,
-                 int64_t stride) {
+// The keys that a tile sees between two looks at the largest score: whole blocks.
+struct Chunk {
+    int64_t first, keys, blocks, stride;  // stride: keys of a whole chunk
+    const Word* key_blocks[CHUNK];
+    const Word* value_blocks[CHUNK];
+};
+
+// scores of R rows for C vectors of W keys from the t-th on
+template <class Cell, int W, int R, int C>
+void score(const Tile& tile, const Chunk& chunk, int64_t size, int64_t row, int64_t t) {
     using F = typename Lanes<W>::F;
-    for (int64_t t = 0; t < size; t += W) {
-        F total[R] = {};
-        for (int64_t d = 0; d < tile.key_dim; d++) {
-            const F key = load<F>(keys + d * size + t);
-            for (int r = 0; r < R; r++) total[r] = fma(F{} + tile.queries[row + r][d], key, total[r]);
+    using U = typename Lanes<W>::U;
+    F total[R][C] = {};
+    const Word* keys[C];
+    const Word* query = tile.queries + row * tile.key_words;
+    for (int c = 0; c < C; c++) keys[c] = chunk.key_blocks[(t + c * W) / size] + (t + c * W) % size;
+    for (int64_t d = 0; d < tile.key_words; d++) {
+        U key[C];
+        for (int c = 0; c < C; c++) key[c] = load<U>(keys[c] + d * size);
+        for (int r = 0; r < R; r++) {
+            const U number = U{} + query[r * tile.key_words + d];
+            for (int c = 0; c < C; c++) total[r][c] = Cell::template dot<W>(number, key[c], total[r][c]);
         }
-        for (int r = 0; r < R; r++) store(scores + r * stride + t, total[r] * scaling);
     }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(tile.scores + (row + r) * chunk.stride + t + c * W, total[r][c]);
 }
 
-// sums of R rows += weights times the values of `count` tokens of one block
-template <int W, int R>
-void add_block(const Tile& tile, int64_t row, const float* values, int64_t count, const float* weights, int64_t stride) {
+// sums of R rows += weights times C vectors of W numbers of the values, from the d-th on
+template <class Cell, int W, int R, int C>
+void add(const Tile& tile, const Chunk& chunk, int64_t size, int64_t row, int64_t d) {
     using F = typename Lanes<W>::F;
-    const int64_t dim = tile.value_dim;
-    int64_t d = 0;
-    for (; d + 2 * W <= dim; d += 2 * W) {
-        F total[R][2];
-        for (int r = 0; r < R; r++)
-            for (int i = 0; i < 2; i++) total[r][i] = load<F>(tile.sums + (row + r) * dim + d + i * W);
-        for (int64_t t = 0; t < count; t++) {
-            const F left = load<F>(values + t * dim + d), right = load<F>(values + t * dim + d + W);
-            for (int r = 0; r < R; r++) {
-                const F weight = F{} + weights[r * stride + t];
-                total[r][0] = fma(weight, left, total[r][0]);
-                total[r][1] = fma(weight, right, total[r][1]);
-            }
+    using U = typename Lanes<W>::U;
+    constexpr int NUMBERS = Cell::NUMBERS;
+    const int64_t dim = tile.value_dim, stride = chunk.stride / NUMBERS;
+    float* sums = tile.sums + row * dim + d;
+    F total[R][C];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) total[r][c] = load<F>(sums + r * dim + c * W);
+    const auto take = [&](const Word* values, const Word* weights, U which) {
+        U value[C];
+        for (int c = 0; c < C; c++) value[c] = load<U>(values + c * W) & which;
+        for (int r = 0; r < R; r++) {
+            const U weight = U{} + weights[r * stride];
+            for (int c = 0; c < C; c++) total[r][c] = Cell::template dot<W>(weight, value[c], total[r][c]);
         }
-        for (int r = 0; r < R; r++)
-            for (int i = 0; i < 2; i++) store(tile.sums + (row + r) * dim + d + i * W, total[r][i]);
+    };
+    for (int64_t b = 0; b < chunk.blocks; b++) {
+        const Word* values = chunk.value_blocks[b] + d;
+        const Word* weights = tile.weights + row * stride + b * size / NUMBERS;
+        const int64_t left = chunk.keys - b * size, count = left < size ? left : size;
+        for (int64_t t = 0; t < count / NUMBERS; t++) take(values + t * dim, weights + t, U{} - 1);
+        // what is beyond the last key was never written: it may be a NaN, which no weight of 0 undoes
+        if (count % NUMBERS) take(values + count / NUMBERS * dim, weights + count / NUMBERS, U{} + 0xffff);
     }
-    for (; d < dim; d += W) {
-        F total[R];
-        for (int r = 0; r < R; r++) total[r] = load<F>(tile.sums + (row + r) * dim + d);
-        for (int64_t t = 0; t < count; t++) {
-            const F value = load<F>(values + t * dim + d);
-            for (int r = 0; r < R; r++) total[r] = fma(F{} + weights[r * stride + t], value, total[r]);
-        }
-        for (int r = 0; r < R; r++) store(tile.sums + (row + r) * dim + d, total[r]);
-    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(sums + r * dim + c * W, total[r][c]);
+}
+
+// Call `with` for all rows and vectors: (rows, vectors, first row, first vector), the first two known when compiling.
+template <class Work> void in_tiles(int64_t rows, int64_t vectors, const Work& with) {
+    const auto row = [&](auto num, int64_t r) {
+        int64_t v = 0;
+        for (; v + SIDE <= vectors; v += SIDE) with(num, std::integral_constant<int, SIDE>{}, r, v);
+        for (; v < vectors; v++) with(num, std::integral_constant<int, 1>{}, r, v);
+    };
+    int64_t r = 0;
+    for (; r + 6 <= rows; r += 6) row(std::integral_constant<int, 6>{}, r);
+    for (; r + 3 <= rows; r += 3) row(std::integral_constant<int, 3>{}, r);
+    for (; r < rows; r++) row(std::integral_constant<int, 1>{}, r);
 }
 
 // Scores of a row become weights: masked, and e to them less the largest so far.  What was summed
 // before shrinks by as much as the largest grew.
-template <int W>
-void weigh(Tile& tile, int64_t row, const Attention& how, int64_t first, int64_t width, int64_t stride) {
+template <class Cell, int W> void weigh(Tile& tile, const Chunk& chunk, int64_t row, int64_t width, const Attention& how) {
     using F = typename Lanes<W>::F;
     using I = typename Lanes<W>::I;
-    float* scores = tile.scores + row * stride;
-    const int64_t position = tile.positions[row] - first;
+    float* scores = tile.scores + row * chunk.stride;
+    Word* weights = tile.weights + row * chunk.stride / Cell::NUMBERS;
+    const int64_t position = tile.positions[row] - chunk.first;
     const int64_t low = how.window ? position - how.window + 1 : 0;
     if (how.softcap != 0)
         for (int64_t t = 0; t < width; t++) scores[t] = std::tanh(scores[t] / how.softcap) * how.softcap;
-    I key{};
-    for (int i = 0; i < W; i++) key[i] = i;
-    const int32_t last = position < width ? (int32_t)position : (int32_t)width;
-    const int32_t begin = low > -1 ? (low < width ? (int32_t)low : (int32_t)width) : -1;
     F most = F{} + NEG_INF;
+    if (position < width - 1 || low > 0) {  // not all of them are seen
+        I key{};
+        for (int i = 0; i < W; i++) key[i] = i;
+        const int32_t last = position < width ? (int32_t)position : (int32_t)width;
+        const int32_t begin = low < width ? (int32_t)low : (int32_t)width;
+        for (int64_t t = 0; t < width; t += W) {
+            const I at = key + (int32_t)t;
+            store(scores + t, (at <= last) & (at >= begin) ? load<F>(scores + t) : F{} + NEG_INF);
+        }
+    }
     for (int64_t t = 0; t < width; t += W) {
         const F score = load<F>(scores + t);
-        const I at = key + (int32_t)t;
-        const F seen = (at <= last) & (at >= begin) ? score : F{} + NEG_INF;
-        store(scores + t, seen);
-        most = seen > most ? seen : most;
+        most = score > most ? score : most;
     }
     const float top = largest<W>(most), before = tile.top[row];
     const float now = top > before ? top : before;
-    F total{};
     if (now == NEG_INF) {  // nothing is seen yet
-        for (int64_t t = 0; t < width; t += W) store(scores + t, F{});
+        std::memset(weights, 0, width / Cell::NUMBERS * sizeof(Word));
         return;
+    }
+    F mass = load<F>(tile.mass + row * W);
+    if (now != before) {
+        const float shrink = exp(before - now);
+        for (int64_t d = 0; d < tile.value_dim; d++) tile.sums[row * tile.value_dim + d] *= shrink;
+        mass *= shrink;
+        tile.top[row] = now;
     }
     for (int64_t t = 0; t < width; t += W) {
         const F weight = exp<W>(load<F>(scores + t) - now);
-        store(scores + t, weight);
-        total += weight;
+        Cell::template pack<W>(weight, weights + t / Cell::NUMBERS);
+        mass += weight;
     }
-    const float shrink = before == now ? 1.0f : exp(before - now);
-    tile.mass[row] = tile.mass[row] * shrink + sum<W>(total);
-    tile.top[row] = now;
-    if (shrink != 1.0f)
-        for (int64_t d = 0; d < tile.value_dim; d++) tile.sums[row * tile.value_dim + d] *= shrink;
+    store(tile.mass + row * W, mass);
 }
 
-void fetch(const float* numbers, int64_t count) {
-    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(numbers + i);
+void fetch(const Word* words, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(words + i);
 }
 
-template <int W>
-void attend_tile(Tile& tile, const Pages& pages, const int64_t* table, int64_t head, const Attention& how,
-                                  int64_t num_keys) {
-    const int64_t size = pages.block_size, per_chunk = size < CHUNK ? CHUNK / size : 1, stride = per_chunk * size;
+template <class Cell, int W>
+void attend_tile(Tile& tile, const Pages& pages, const int64_t* table, int64_t head, const Attention& how, int64_t num_keys) {
+    const int64_t size = pages.block_size, per_chunk = size < CHUNK ? CHUNK / size : 1;
+    const int64_t key_words = pages.key_dim * size / Cell::NUMBERS, value_words = pages.value_dim * size / Cell::NUMBERS;
+    Chunk chunk;
+    chunk.stride = per_chunk * size;
     const int64_t low = how.window ? tile.positions[0] - how.window + 1 : 0;
-    const int64_t begin = low > 0 ? low / stride * stride : 0;
-    for (int64_t r = 0; r < tile.rows; r++) {
-        tile.top[r] = NEG_INF;
-        tile.mass[r] = 0;
-    }
+    for (int64_t r = 0; r < tile.rows; r++) tile.top[r] = NEG_INF;
     std::memset(tile.sums, 0, tile.rows * tile.value_dim * sizeof(float));
-    for (int64_t first = begin; first < num_keys; first += stride) {
-        const int64_t end = first + stride < num_keys ? first + stride : num_keys;
-        const int64_t blocks = (end - first + size - 1) / size;
-        for (int64_t b = 0; b < blocks; b++) {
-            const int64_t place = table[first / size + b] * pages.num_heads + head;
-            const float* keys = pages.keys + place * pages.key_dim * size;
+    std::memset(tile.mass, 0, tile.rows * W * sizeof(float));
+    const auto keys_of = [&](int64_t block) { return pages.keys + (table[block] * pages.num_heads + head) * key_words; };
+    chunk.first = low > 0 ? low / chunk.stride * chunk.stride : 0;
+    for (; chunk.first < num_keys; chunk.first += chunk.stride) {
+        chunk.keys = num_keys - chunk.first < chunk.stride ? num_keys - chunk.first : chunk.stride;
+        chunk.blocks = (chunk.keys + size - 1) / size;
+        for (int64_t b = 0; b < chunk.blocks; b++) {
+            const int64_t block = chunk.first / size + b;
+            chunk.key_blocks[b] = keys_of(block);
+            chunk.value_blocks[b] = pages.values + (table[block] * pages.num_heads + head) * value_words;
             // blocks lie apart, where no hardware looks ahead: the next keys and these values are fetched meanwhile
-            if (first + (b + 1) * size < num_keys)
-                fetch(pages.keys + (table[first / size + b + 1] * pages.num_heads + head) * pages.key_dim * size,
-                      pages.key_dim * size);
-            fetch(pages.values + place * size * pages.value_dim, size * pages.value_dim);
-            for (int64_t row = 0; row < tile.rows; row += 4) {
-                float* scores = tile.scores + row * stride + b * size;
-                switch (tile.rows - row) {
-                    case 1: score_block<W, 1>(tile, row, keys, size, how.scaling, scores, stride); break;
-                    case 2: score_block<W, 2>(tile, row, keys, size, how.scaling, scores, stride); break;
-                    case 3: score_block<W, 3>(tile, row, keys, size, how.scaling, scores, stride); break;
-                    default: score_block<W, 4>(tile, row, keys, size, how.scaling, scores, stride);
-                }
-            }
+            if ((block + per_chunk) * size < num_keys) fetch(keys_of(block + per_chunk), key_words);
+            fetch(chunk.value_blocks[b], value_words);
         }
-        for (int64_t row = 0; row < tile.rows; row++) weigh<W>(tile, row, how, first, blocks * size, stride);
-        for (int64_t b = 0; b < blocks; b++) {
-            const int64_t place = table[first / size + b] * pages.num_heads + head;
-            const float* values = pages.values + place * size * pages.value_dim;
-            // what is beyond the last key was never written: it may be a NaN, which no weight of 0 undoes
-            const int64_t left = end - first - b * size, count = left < size ? left : size;
-            for (int64_t row = 0; row < tile.rows; row += 4) {
-                const float* weights = tile.scores + row * stride + b * size;
-                switch (tile.rows - row) {
-                    case 1: add_block<W, 1>(tile, row, values, count, weights, stride); break;
-                    case 2: add_block<W, 2>(tile, row, values, count, weights, stride); break;
-                    case 3: add_block<W, 3>(tile, row, values, count, weights, stride); break;
-                    default: add_block<W, 4>(tile, row, values, count, weights, stride);
-                }
-            }
-        }
+        const int64_t width = chunk.blocks * size;
+        in_tiles(tile.rows, width / W, [&](auto rows, auto vectors, int64_t row, int64_t vector) {
+            score<Cell, W, rows, vectors>(tile, chunk, size, row, vector * W);
+        });
+        for (int64_t row = 0; row < tile.rows; row++) weigh<Cell, W>(tile, chunk, row, width, how);
+        in_tiles(tile.rows, tile.value_dim / W, [&](auto rows, auto vectors, int64_t row, int64_t vector) {
+            add<Cell, W, rows, vectors>(tile, chunk, size, row, vector * W);
+        });
     }
 }
 
-template <int W> void attend_with(const Pages& pages, const Spans& spans, const Heads& queries, const Attention& how,
-                                  float* out) {
+template <class Cell, int W> void attend_with(const Pages& pages, const Spans& spans, const Heads& queries,
+                                              const Attention& how, float* out) {
     const int64_t heads_each = how.num_heads / pages.num_heads;
     const int64_t tile_tokens = heads_each < MAX_ROWS ? MAX_ROWS / heads_each : 1;
     int64_t tiles = 0;
     for (int64_t s = 0; s < spans.count; s++) tiles += (spans.lengths[s] + tile_tokens - 1) / tile_tokens;
     const int64_t chunk = pages.block_size < CHUNK ? CHUNK / pages.block_size * pages.block_size : pages.block_size;
     static thread_local std::vector<float> numbers;
+    numbers.resize(MAX_ROWS * (pages.key_dim + 2 * chunk + pages.value_dim + W));
     // the last tokens of a sequence see the most: they come first, so that no thread ends with the longest
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < tiles * pages.num_heads; task++) {
@@ -579,21 +666,27 @@ template <int W> void attend_with(const Pages& pages, const Spans& spans, const 
             const int64_t heads = heads_each - h < MAX_ROWS ? heads_each - h : MAX_ROWS;
             Tile tile;
             tile.rows = (end - begin) * heads;
-            tile.key_dim = pages.key_dim;
+            tile.key_words = pages.key_dim / Cell::NUMBERS;
             tile.value_dim = pages.value_dim;
-            numbers.resize(MAX_ROWS * (chunk + pages.value_dim));
             tile.scores = numbers.data();
             tile.sums = tile.scores + MAX_ROWS * chunk;
+            tile.mass = tile.sums + MAX_ROWS * pages.value_dim;
+            tile.weights = (Word*)(tile.mass + MAX_ROWS * W);
+            tile.queries = tile.weights + MAX_ROWS * chunk;
             const int64_t first_head = head * heads_each + h;
             for (int64_t r = 0; r < tile.rows; r++) {
-                const int64_t token = spans.offsets[s] + begin + r / heads;
-                tile.queries[r] = queries.data + token * queries.token_stride + (first_head + r % heads) * queries.head_stride;
+                const float* query = queries.at(spans.offsets[s] + begin + r / heads, first_head + r % heads);
+                for (int64_t d = 0; d < tile.key_words; d++) {
+                    typename Lanes<Cell::NUMBERS>::F scaled;
+                    std::memcpy(&scaled, query + d * Cell::NUMBERS, sizeof scaled);
+                    Cell::template pack<Cell::NUMBERS>(scaled * how.scaling, tile.queries + r * tile.key_words + d);
+                }
                 tile.positions[r] = spans.starts[s] + begin + r / heads;
             }
-            attend_tile<W>(tile, pages, spans.blocks + spans.tables[s], head, how, spans.starts[s] + end);
+            attend_tile<Cell, W>(tile, pages, spans.blocks + spans.tables[s], head, how, spans.starts[s] + end);
             for (int64_t r = 0; r < tile.rows; r++) {
                 const int64_t token = spans.offsets[s] + begin + r / heads, of = first_head + r % heads;
-                float factor = 1.0f, mass = tile.mass[r];
+                float factor = 1.0f, mass = sum<W>(load<typename Lanes<W>::F>(tile.mass + r * W));
                 if (how.sinks) {  // a score without a value: it takes weight and gives nothing
                     const float now = how.sinks[of] > tile.top[r] ? how.sinks[of] : tile.top[r];
                     factor = exp(tile.top[r] - now);
@@ -608,9 +701,14 @@ template <int W> void attend_with(const Pages& pages, const Spans& spans, const 
 
 void attend(const Pages& pages, const Spans& spans, const Heads& queries, const Attention& how, float* out) {
     const int64_t both = pages.block_size | pages.value_dim;  // a power of two divides it if it divides both
-    if (both % 16 == 0) attend_with<16>(pages, spans, queries, how, out);
-    else if (both % 4 == 0) attend_with<4>(pages, spans, queries, how, out);
-    else attend_with<1>(pages, spans, queries, how, out);
+    if (pages.numbers_per_word == 2) {  // both even
+        if (both % 16 == 0) attend_with<Pair, 16>(pages, spans, queries, how, out);
+        else attend_with<Pair, 2>(pages, spans, queries, how, out);
+    } else {
+        if (both % 16 == 0) attend_with<Single, 16>(pages, spans, queries, how, out);
+        else if (both % 4 == 0) attend_with<Single, 4>(pages, spans, queries, how, out);
+        else attend_with<Single, 1>(pages, spans, queries, how, out);
+    }
 }
 
 // ---- sampling ----

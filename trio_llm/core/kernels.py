@@ -56,7 +56,10 @@ class Linear(Structure):
 
 
 class Pages(Structure):
-    """One layer's KV memory: keys (block, head, key_dim, block_size), values (block, head, block_size, value_dim)."""
+    """One layer's KV memory, in words of one float32 or two bfloat16.
+
+    Keys (block, head, words of key_dim, block_size), values (block, head, words of block_size, value_dim).
+    """
 
     _fields_ = (
         ("keys", c_void_p),
@@ -65,6 +68,7 @@ class Pages(Structure):
         ("key_dim", c_int64),
         ("value_dim", c_int64),
         ("block_size", c_int64),
+        ("numbers_per_word", c_int64),
     )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from trio_llm.config import EngineSettings
-from trio_llm.core.attention import LayerSpec, bytes_per_block
 from trio_llm.core.model import num_probe_blocks
 from trio_llm.errors import ConfigurationError
 
@@ -17,25 +16,26 @@ CUDA_SHARE = 0.8
 
 
 def num_kv_blocks(
-    specs: list[LayerSpec], *, block_size: int, dtype: torch.dtype, device: torch.device, settings: EngineSettings,
-    max_model_len: int,
+    block_bytes: int, *, block_size: int, device: torch.device, settings: EngineSettings, max_model_len: int,
 ) -> int:  # fmt: skip
     """Blocks to allocate: what `kv_cache_memory` says, else as many as a full batch of full
     sequences could use, but not more than a share of the memory that is available.
 
+    Args:
+        block_bytes: of a block in all layers.
+
     Raises:
         ConfigurationError: not even a few blocks fit.
     """
-    size = bytes_per_block(specs, block_size, dtype)
     minimum = num_probe_blocks(block_size)
     if settings.kv_cache_memory is not None:
-        count = settings.kv_cache_memory // size
+        count = settings.kv_cache_memory // block_bytes
     else:
         needed = max(minimum, settings.max_num_seqs * -(-max_model_len // block_size))
-        count = min(int(_share(device) // size), needed)
+        count = min(int(_share(device) // block_bytes), needed)
     if count < minimum:
         raise ConfigurationError(
-            f"the KV memory holds {count} blocks of {size} bytes, at least {minimum} are needed",
+            f"the KV memory holds {count} blocks of {block_bytes} bytes, at least {minimum} are needed",
             field="kv_cache_memory",
         )
     return count

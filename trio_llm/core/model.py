@@ -23,6 +23,7 @@ from trio_llm.core.attention import (
     Options,
     SequenceSpan,
     attention,
+    bytes_per_block,
     register,
 )
 from trio_llm.core.decode_graphs import DecodeGraphs
@@ -74,6 +75,7 @@ class PagedModel:
     Args:
         model: eval mode, on its device.  Its attention implementation is replaced.
         backend: owns the pages, on the same device.
+        kv_dtype: of keys and values in the pages; None is the model's own.
         row_multiple: pad the tokens of a step, and the logits that are made, to a multiple of this.  The backend
             must do without the keys of what pads.
 
@@ -81,12 +83,20 @@ class PagedModel:
         ModelNotSupported: its attention cannot be replaced.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: AttentionBackend, *, row_multiple: int = 1) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: AttentionBackend,
+        *,
+        kv_dtype: torch.dtype | None = None,
+        row_multiple: int = 1,
+    ) -> None:
         self.model = model
         self.backend = backend
         self.row_multiple = row_multiple
         self.device = model.device
         self.dtype = model.dtype
+        self.kv_dtype = kv_dtype or model.dtype
         check_config(model)
         self._graphs: DecodeGraphs | None = None
         # an engine before this one may have replaced it
@@ -109,11 +119,19 @@ class PagedModel:
         """Logits in a row; at least the tokenizer's vocabulary, often padded beyond it."""
         return int(self.model.config.get_text_config().vocab_size)
 
-    def allocate(self, num_blocks: int) -> None:
-        """Make KV memory of `num_blocks` blocks, in place of what there was."""
-        for (module, _), layer in zip(
-            self._layers, self.backend.allocate(self.specs, num_blocks, self.dtype), strict=True
-        ):
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers together."""
+        return bytes_per_block(self.specs, self.backend.block_size, self.kv_dtype)
+
+    def allocate(self, num_blocks: int, dtype: torch.dtype | None = None) -> None:
+        """Make KV memory of `num_blocks` blocks, in place of what there was.
+
+        Args:
+            dtype: of keys and values, in place of `kv_dtype`.
+        """
+        layers = self.backend.allocate(self.specs, num_blocks, dtype or self.kv_dtype)
+        for (module, _), layer in zip(self._layers, layers, strict=True):
             setattr(module, LAYER_ATTRIBUTE, layer)
 
     def forward(self, inputs: Sequence[SpanInput], wanted: Sequence[int]) -> Tensor:

@@ -12,12 +12,17 @@ from torch import Tensor, nn
 from trio_llm.core.attention import Layer, LayerSpec, Options, SequenceSpan
 from trio_llm.core.kernels import Attention, Kernels, Pages, Spans
 
+NUMBERS_PER_WORD = {torch.float32: 1, torch.bfloat16: 2}
+"""Neighbours that lie in one word of 32 bits, by the number format of the pages."""
+
 
 class PageBackend:
-    """An AttentionBackend for CPUs and float32.
+    """An AttentionBackend for float32 models on CPUs, with keys and values in float32 or bfloat16.
 
     Pages are head-major, keys (block, head, dim, token) and values (block, head, token, dim), so
-    that what one head reads lies together.  The result of a query depends on nothing but its own
+    that what one head reads lies together; in bfloat16 two neighbours, of dim in keys and of tokens
+    in values, share a word, as dot products of bfloat16 want them.  Queries and the weights of the
+    values are then rounded as well, and sums are made in float32.  The result of a query depends on nothing but its own
     sequence, bit for bit: neither on its neighbours nor on how the sequence was cut in chunks.
     """
 
@@ -29,15 +34,20 @@ class PageBackend:
         self._pages: list[Tensor] = []
 
     def allocate(self, specs: Sequence[LayerSpec], num_blocks: int, dtype: torch.dtype) -> list[Layer]:
-        if dtype is not torch.float32:
-            raise TypeError(f"the kernels keep keys and values in float32, not {dtype}")
+        if dtype not in NUMBERS_PER_WORD:
+            raise TypeError(f"the kernels keep keys and values in float32 or bfloat16, not {dtype}")
+        together = NUMBERS_PER_WORD[dtype]
+        if any(size % together for spec in specs for size in (spec.key_dim, spec.value_dim, self.block_size)):
+            raise ValueError(f"keys and values in {dtype} need an even block_size and even heads")
         self._pages = []
         layers: list[Layer] = []
         for spec in specs:
             keys, values = (
                 # empty, not zeros: memory that is never written is never touched
-                torch.empty((num_blocks, spec.num_kv_heads, *dims), dtype=dtype, device="cpu")
-                for dims in ((spec.key_dim, self.block_size), (self.block_size, spec.value_dim))
+                torch.empty(
+                    (num_blocks, spec.num_kv_heads, rows // together, columns, together), dtype=dtype, device="cpu"
+                )
+                for rows, columns in ((spec.key_dim, self.block_size), (self.block_size, spec.value_dim))
             )
             self._pages += [keys, values]
             layers.append(
@@ -50,6 +60,7 @@ class PageBackend:
                         spec.key_dim,
                         spec.value_dim,
                         self.block_size,
+                        together,
                     ),
                 )
             )
