@@ -43,8 +43,10 @@ class EngineSettings:
     max_num_batched_tokens: int = 512
     """Token budget of one step."""
     max_num_mixed_prompt_tokens: int | None = 128
-    """Of these, what prompts may have in a step in which other sequences decode: fewer let those keep their pace,
-    more bring the prompt to its first token sooner.  None is all."""
+    """Of these, what prompts may have in a step in which other sequences decode.  None is all."""
+    max_mixed_step_ratio: float | None = 2.0
+    """How long such a step may take, measured by one without prompts: a lower ratio lets those who decode keep their
+    pace, a higher one brings a long prompt to its first token sooner.  None leaves it to the tokens alone."""
     block_size: int | None = None
     """Tokens in a KV block; None lets the attention backend choose."""
     enable_prefix_caching: bool = True
@@ -102,6 +104,11 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}", field=name)
+        if self.max_mixed_step_ratio is not None and not self.max_mixed_step_ratio >= 1:
+            raise ConfigurationError(
+                f"max_mixed_step_ratio must be at least 1, got {self.max_mixed_step_ratio}",
+                field="max_mixed_step_ratio",
+            )
         if self.prompt_lookup_max < self.prompt_lookup_min:
             raise ConfigurationError(
                 f"prompt_lookup_max ({self.prompt_lookup_max}) must not be below prompt_lookup_min "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import random
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -104,11 +106,21 @@ class FakeDrafter:
         pass
 
 
-def make_core(executor: FakeExecutor | None = None, **settings: int) -> EngineCore:
+def make_core(
+    executor: FakeExecutor | None = None, clock: Callable[[], float] | None = None, **settings: int
+) -> EngineCore:
     return EngineCore(
         FaultyExecutor() if executor is None else executor,
         EngineSettings(**{"max_num_seqs": 4, "max_num_batched_tokens": 16, **settings}),
+        clock=clock,
     )
+
+
+def random_clock(seed: int) -> Callable[[], float]:
+    """A clock by which every step takes another time, up to a second, and one in ten a minute."""
+    numbers = random.Random(seed)
+    times = itertools.accumulate(numbers.choice([1] * 9 + [60]) * numbers.random() for _ in itertools.count())
+    return lambda: next(times)
 
 
 def gather(outputs: Outputs, reasons: dict[tuple[str, int], FinishReason], step: Iterable[SequenceOutput]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import attrs
@@ -13,7 +14,7 @@ from trio_llm.core.request import FinishReason, Request, Sequence, Status
 from trio_llm.core.step import StepPlan
 from trio_llm.errors import ContextLengthExceeded
 
-from .helpers import VOCAB_SIZE, FaultyExecutor, expected_tokens, is_idle, make_core, make_request
+from .helpers import VOCAB_SIZE, FaultyExecutor, expected_tokens, is_idle, make_core, make_request, random_clock
 
 EOS = 7
 
@@ -37,9 +38,17 @@ class CoreMachine(RuleBasedStateMachine):
         slack=st.sampled_from([1, 2, 5, 60]),
         credit_window=st.sampled_from([1, 2, 3, 1000, 1000]),
         max_model_len=st.sampled_from([12, 20, 100]),
+        clock=st.sampled_from([None, random_clock(0)]),
     )
     def start(
-        self, block_size: int, num_blocks: int, max_num_seqs: int, slack: int, credit_window: int, max_model_len: int
+        self,
+        block_size: int,
+        num_blocks: int,
+        max_num_seqs: int,
+        slack: int,
+        credit_window: int,
+        max_model_len: int,
+        clock: Callable[[], float] | None,
     ) -> None:
         self.executor = FaultyExecutor(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
         self.budget = max_num_seqs + slack
@@ -47,6 +56,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.window = credit_window
         self.core = make_core(
             self.executor,
+            clock,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self.budget,
             credit_window=credit_window,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import structlog
 import torch
 
@@ -73,7 +75,8 @@ def build_core(loaded: LoadedModel, settings: EngineSettings, draft: LoadedModel
             max_tokens=settings.max_num_batched_tokens,
             costs=StepCosts.measure(guesser),
         )
-    return EngineCore(executor, settings, speculation_for(settings, executor.info.vocab_size, costs, drafter))
+    speculation = speculation_for(settings, executor.info.vocab_size, costs, drafter)
+    return EngineCore(executor, settings, speculation, clock=time.perf_counter)
 
 
 def _paged(loaded: LoadedModel, settings: EngineSettings, *, beside: PagedModel | None = None) -> PagedModel:

@@ -1,8 +1,9 @@
-"""EngineCore: the engine without threads, text or time.  Requests in, steps, tokens out."""
+"""EngineCore: the engine without threads, text or a clock of its own.  Requests in, steps, tokens out."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import structlog
 
@@ -10,6 +11,7 @@ from trio_llm.config import EngineSettings
 from trio_llm.core.block_pool import BlockPool
 from trio_llm.core.executor import Executor
 from trio_llm.core.faults import TokenLimit, first_parts, is_out_of_memory, smaller_parts, without_frames
+from trio_llm.core.pace import Pace
 from trio_llm.core.prefix_cache import PrefixCache
 from trio_llm.core.queues import Queues
 from trio_llm.core.request import FinishReason, Request, Sequence
@@ -28,10 +30,19 @@ class EngineCore:
         executor: runs the steps; closed with the core.
         settings: limits and the token budget.
         speculation: who drafts; None is what the settings say.
+        clock: what steps are timed by, in seconds, so that `max_mixed_step_ratio` can be kept; None times none.
     """
 
-    def __init__(self, executor: Executor, settings: EngineSettings, speculation: Speculation | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        settings: EngineSettings,
+        speculation: Speculation | None = None,
+        *,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self.executor = executor
+        self._clock = clock
         info = executor.info
         self.speculation = speculation or speculation_for(settings, info.vocab_size)
         self.max_model_len = min(info.max_model_len, settings.max_model_len or info.max_model_len)
@@ -42,7 +53,10 @@ class EngineCore:
             PrefixCache(self.pool, enabled=settings.enable_prefix_caching),
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_num_mixed_prompt_tokens=settings.max_num_mixed_prompt_tokens,
+            pace=Pace(
+                max_ratio=None if clock is None else settings.max_mixed_step_ratio,
+                max_tokens=settings.max_num_mixed_prompt_tokens or settings.max_num_batched_tokens,
+            ),
             max_model_len=self.max_model_len,
         )
         self._requests: dict[str, Request] = {}
@@ -142,8 +156,12 @@ class EngineCore:
         return outputs
 
     def _execute(self, plan: StepPlan) -> list[SequenceOutput]:
+        began = self._clock() if self._clock is not None else 0.0
         result = self.executor.collect(self.executor.launch(plan))
-        self._num_computed_tokens += plan.num_tokens
+        num_tokens = plan.num_tokens
+        if self._clock is not None:
+            self.scheduler.pace.learn(plan, num_tokens, self._clock() - began)
+        self._num_computed_tokens += num_tokens
         sequences = [self.queues.sequence(row.sequence_id) for row in plan.rows]
         outputs = self.scheduler.update(plan, result)
         if self.speculation is not None:

@@ -40,6 +40,8 @@ class Queues:
         """Of the running: those whose reader is a whole window behind."""
         self._waiting: list[tuple[tuple[int, int, int], int, Sequence]] = []
         """A heap by order; finished sequences stay until they surface."""
+        self.num_next = 0
+        """Of those in the heap, who has not ended: waits for a place, and for nothing else."""
         self._arrivals = itertools.count()
         self._ids = itertools.count()
         self._pushes = itertools.count()
@@ -83,6 +85,7 @@ class Queues:
             return
         if sequence.status is Status.RUNNING:
             self._leave_running(sequence)
+        self.num_next -= sequence.status is Status.WAITING
         sequence.status = Status.FINISHED
         self._release_blocks(sequence)
         del self._sequences[sequence.id]
@@ -150,6 +153,7 @@ class Queues:
         assert self._waiting[0][-1] is newcomer, "somebody waits before it"
         heapq.heappop(self._waiting)
         newcomer.status = Status.RUNNING
+        self.num_next -= 1
         bisect.insort(self.running, newcomer, key=lambda other: other.order)
 
     def victim(self) -> Sequence:
@@ -184,6 +188,7 @@ class Queues:
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
+        self.num_next += 1
         heapq.heappush(self._waiting, (sequence.order, next(self._pushes), sequence))
 
     def _compact(self) -> None:
@@ -199,6 +204,7 @@ class Queues:
         parked = {s.id for s in self._sequences.values() if s.status in {Status.PARKED, Status.FOLLOWING}}
         assert len(running) == len(self.running), "a sequence runs twice"
         assert sorted([*running, *waiting, *parked]) == sorted(self._sequences), "a sequence is in no queue, or in two"
+        assert self.num_next == len(waiting)
         assert self.running == sorted(self.running, key=lambda sequence: sequence.order)
         assert self._num_paused == sum(map(self.is_paused, self.running))
         for sequence in self._sequences.values():

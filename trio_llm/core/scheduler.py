@@ -5,9 +5,9 @@ Only update() moves counters, so a step that raised leaves nothing to undo.
 
 Who runs, who waits and who gives way is the queues' (see `queues`).  In a step, sequences with one token to go
 come before those with a prompt to go: a long prompt cannot starve who is decoding, nor slow it by much, since
-beside it prompts come in small pieces; and since the budget is above the number of sequences, who is decoding
-cannot starve a prompt.  Drafts come last: they take only budget and blocks that nobody else wants
-in this step.
+beside it prompts come in small pieces (see `pace`); and since the budget is above the number of sequences, who is
+decoding cannot starve a prompt.  Drafts come last: they take only budget and blocks that nobody else wants in this
+step.
 
 Blocks are shared in two ways.  A full block can be found by its content when a sequence is
 admitted (prefix caching).  And the choices of one request share its prompt: the first
@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 import attrs
 
+from trio_llm.core.pace import Pace, PromptShare
 from trio_llm.core.prefix_cache import PrefixCache
 from trio_llm.core.queues import Queues
 from trio_llm.core.request import FinishReason, Sequence, Status
@@ -40,7 +41,7 @@ class Scheduler:
         prefix_cache: which blocks can be found by their content.
         max_num_seqs: rows in a step.
         max_num_batched_tokens: token budget of a step, above max_num_seqs.
-        max_num_mixed_prompt_tokens: of these, what prompts may have where others decode; None is all.
+        pace: of these, what prompts may have where others decode.
         max_model_len: tokens of a sequence, prompt and output.
     """
 
@@ -51,8 +52,8 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        pace: Pace,
         max_model_len: int,
-        max_num_mixed_prompt_tokens: int | None = None,
     ) -> None:
         self.queues = queues
         self.pool = queues.pool
@@ -61,7 +62,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_step_tokens = max_num_batched_tokens
         """The budget of the next step: less than the above while memory is short."""
-        self.max_num_mixed_prompt_tokens = max_num_mixed_prompt_tokens or max_num_batched_tokens
+        self.pace = pace
         self.max_model_len = max_model_len
         self.now = 0.0
         """The time, as who steps the engine has it."""
@@ -97,13 +98,19 @@ class Scheduler:
         ready = self.queues.ready()
         prefilling = [sequence for sequence in ready if len(sequence.token_ids) - sequence.num_computed_tokens > 1]
         decoding = [sequence for sequence in ready if len(sequence.token_ids) - sequence.num_computed_tokens == 1]
-        # a row is kept for a prompt; the only row there is goes to the first of all, whatever it does
-        candidates = decoding[: max_rows - bool(prefilling)] + prefilling if max_rows > 1 else ready[:1]
-        # who decodes waits for the whole step, so prompts beside it come in small pieces
-        prompt_budget = min(budget, self.max_num_mixed_prompt_tokens) if decoding else budget
+        if max_rows == 1:
+            # it goes to the first of all, whatever it does
+            decoding, candidates = [], ready[:1]
+        else:
+            # one is kept for a prompt
+            decoding = decoding[: max_rows - bool(prefilling)]
+            candidates = decoding + prefilling
+        prompts = self._prompt_share(len(decoding), len(prefilling), max_rows, budget)
         for sequence in candidates:
-            is_prompt = len(sequence.token_ids) - sequence.num_computed_tokens > 1
-            limit = min(budget, prompt_budget) if is_prompt else budget
+            start = sequence.num_computed_tokens
+            is_prompt = len(sequence.token_ids) - start > 1
+            # if all who decode had to give way, prompts are alone
+            limit = min(budget, prompts.most(start, len(sequence.token_ids))) if is_prompt and rows else budget
             if limit == 0 or len(rows) == max_rows:
                 break
             while sequence.status is Status.RUNNING:
@@ -111,29 +118,30 @@ class Scheduler:
                 if row is not None:
                     rows[sequence.id] = row
                     budget -= len(row.token_ids)
-                    prompt_budget -= len(row.token_ids) if is_prompt else 0
+                    if is_prompt:
+                        prompts.take(start, len(row.token_ids))
                     break
                 victim = self.queues.victim()
                 # to take from a paused one costs nobody a turn: whether it is there changes nothing for the others
                 may_admit = may_admit and self.queues.is_paused(victim)
-                lost = rows.pop(victim.id, None)
-                num_lost = len(lost.token_ids) if lost else 0
-                budget += num_lost
-                prompt_budget += num_lost if num_lost > 1 else 0
+                # the last of all has no row yet unless it decodes
+                budget += rows.pop(victim.id, None) is not None
                 self.queues.preempt(victim)
 
-        while may_admit and (limit := min(budget, prompt_budget)) > 0 and len(rows) < max_rows:
+        while may_admit and budget > 0 and len(rows) < max_rows:
             newcomer = self.queues.first_waiting()
-            if newcomer is None:
+            if newcomer is None or (rows and not prompts.most(0, newcomer.num_tokens)):
                 break
             copies = self._admit(newcomer)
             if copies is None:
                 break
+            start = newcomer.num_computed_tokens
+            limit = min(budget, max(1, prompts.most(start, newcomer.num_tokens))) if rows else budget
             row = self._reserve(newcomer, limit, copies)
             assert row is not None, "room was made for it"
             rows[newcomer.id] = row
             budget -= len(row.token_ids)
-            prompt_budget -= len(row.token_ids)
+            prompts.take(start, len(row.token_ids))
         if draft is not None:
             self._draft(list(rows.values()), budget, draft)
         with_drafts = {sequence.id for sequence in self.queues.running if sequence.draft_token_ids}
@@ -141,6 +149,11 @@ class Scheduler:
             rows[row.sequence_id] = drafted = self._with_drafts(row, budget)
             budget -= drafted.num_drafts
         return StepPlan(tuple(rows.values()))
+
+    def _prompt_share(self, num_decoding: int, num_prefilling: int, max_rows: int, budget: int) -> PromptShare:
+        if not num_decoding:
+            return PromptShare(budget)
+        return self.pace.share(num_decoding, min(num_prefilling + self.queues.num_next, max_rows - num_decoding))
 
     def _draft(self, rows: list[Row], budget: int, draft: Draft) -> None:
         sequences = [self.queues.sequence(row.sequence_id) for row in rows if row.sample and len(row.token_ids) == 1]
