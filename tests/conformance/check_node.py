@@ -22,8 +22,10 @@ def said(tmp_path_factory):
         pytest.skip("there is no Node here")
     folder = tmp_path_factory.mktemp("node")
     install = [npm, "install", "--no-audit", "--no-fund", "--silent", "--prefix", str(folder), "openai@7"]
-    if subprocess.run(install, stdin=subprocess.DEVNULL, check=False).returncode:
-        pytest.skip("npm cannot fetch the package")
+    try:
+        subprocess.run(install, stdin=subprocess.DEVNULL, check=True, timeout=300)
+    except subprocess.SubprocessError as error:
+        pytest.skip(f"npm cannot fetch the package: {type(error).__name__}")
     shutil.copy(SCRIPT, folder)
     command = [node, SCRIPT.name, f"{base_url()}/v1", MODEL]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)

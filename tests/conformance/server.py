@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx2
 
 MODEL = "smollm2"
-REPETITION_PENALTY = 1.2
+REPETITION_PENALTY = 1.1
 """Greedy, a model this small repeats itself for ever without one."""
 HERE = Path(__file__).parent
 
