@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 
 import pytest
 import trio
@@ -81,3 +82,36 @@ def test_threads_spin_only_shortly(monkeypatch):
     monkeypatch.setattr(serve, "spin_shortly", lambda: called.append(True))
     serve._set_process(ServerSettings())
     assert called == [True]
+
+
+def test_garbage_is_not_looked_for_until_it_serves(monkeypatch):
+    seen = []
+
+    def run(main, *arguments):
+        seen.append(gc.isenabled())
+        before = gc.get_freeze_count()
+        serve._begin("http://127.0.0.1:1", None)
+        seen.extend([gc.isenabled(), gc.get_freeze_count() > before])
+
+    monkeypatch.setattr(trio, "run", run)
+    monkeypatch.setattr(serve.logs, "configure", lambda settings: None)
+    monkeypatch.setattr(serve, "_fetch", lambda model: None)
+    monkeypatch.setattr(serve, "_announce", lambda url, app: None)
+    monkeypatch.setattr(serve, "spin_shortly", lambda: None)
+    try:
+        assert serve.run(ServerSettings(), complain=lambda line: None) == 0
+        assert seen == [False, True, True]
+    finally:
+        gc.unfreeze()
+
+
+def test_garbage_is_looked_for_again_after_a_failed_start(monkeypatch):
+    monkeypatch.setattr(serve.logs, "configure", lambda settings: None)
+
+    def fetch(model):
+        assert not gc.isenabled()
+        raise ModelLoadError("no network")
+
+    monkeypatch.setattr(serve, "_fetch", fetch)
+    assert serve.run(ServerSettings(), complain=lambda line: None) == 1
+    assert gc.isenabled()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import sys
@@ -34,6 +35,8 @@ def run(settings: ServerSettings, *, complain: Callable[[str], None], open_engin
         The exit code.
     """
     logs.configure(settings)
+    # imports make half a million objects that stay; to look for garbage among them takes a fifth of the start
+    gc.disable()
     try:
         if open_engine is None:
             _fetch(settings.model)
@@ -41,6 +44,8 @@ def run(settings: ServerSettings, *, complain: Callable[[str], None], open_engin
         trio.run(_main, settings, open_engine)
     except BaseException as error:
         return _exit_code(root_error(error), complain)
+    finally:
+        gc.enable()
     complain("drained, good bye")
     return 0
 
@@ -85,7 +90,7 @@ def _set_process(settings: ServerSettings) -> None:
 async def _main(settings: ServerSettings, open_engine: OpenEngine | None) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_beat, settings.engine.step_timeout + settings.engine.step_grace)
-        await serve(settings, open_engine=open_engine, on_ready=_announce)
+        await serve(settings, open_engine=open_engine, on_ready=_begin)
         nursery.cancel_scope.cancel(reason="served to the end")
 
 
@@ -98,6 +103,13 @@ async def _beat(limit: float) -> None:
             await trio.sleep(HEARTBEAT)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _begin(url: str, app: App) -> None:
+    # what was made until now is never looked at again: a look at all of it holds up everybody for a fifth of a second
+    gc.freeze()
+    gc.enable()
+    _announce(url, app)
 
 
 def _announce(url: str, app: App) -> None:

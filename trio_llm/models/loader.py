@@ -112,7 +112,8 @@ def loading(reference: str, source: Path | str) -> Iterator[None]:
 def import_libraries() -> float:
     """Import what every load needs; gives the seconds that it took."""
     start = time.monotonic()
-    importlib.import_module("transformers.models.auto.modeling_auto")
+    for name in ("transformers.models.auto.modeling_auto", "transformers.modeling_utils"):
+        importlib.import_module(name)
     return time.monotonic() - start
 
 
