@@ -39,11 +39,13 @@ class Client:
     Args:
         connect: opens a stream to the server.
         host: the value of the Host header.
+        read_size: bytes that are taken from the connection at a time.
     """
 
-    def __init__(self, connect: Connect, host: str) -> None:
+    def __init__(self, connect: Connect, host: str, *, read_size: int = 65536) -> None:
         self._connect = connect
         self._host = host
+        self._read_size = read_size
         self._stream: trio.abc.Stream | None = None
         self._buffer = bytearray()
         # of the body being read: bytes left in its chunk or in all; None is until the connection closes
@@ -151,7 +153,7 @@ class Client:
 
     async def _fill(self) -> bool:
         assert self._stream is not None
-        data = await self._stream.receive_some(65536)
+        data = await self._stream.receive_some(self._read_size)
         self.received_at = trio.current_time()
         self._buffer += data
         return bool(data)

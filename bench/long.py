@@ -10,12 +10,12 @@ import argparse
 import random
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import orjson
 import trio
-from serve import machine, percentile
+from answers import percentile
+from report import arguments, look, note, quiet, spread, write
+from report import repeats as numbers
 
 import trio_llm
 
@@ -92,47 +92,55 @@ async def mixed_load(engine: trio_llm.Engine, run: str, *, decoders: int, long: 
     return figures
 
 
-async def repeat(times: int, measure: Callable[[str], Awaitable[Figures]]) -> dict[str, list[float]]:
-    """The figures of several runs, after one that warms up."""
+async def repeat(args: argparse.Namespace, measure: Callable[[str], Awaitable[Figures]]) -> list[Figures]:
+    """The figures of several runs, after one that warms up, each with what the machine did before it."""
     await measure("warm")
-    runs = [await measure(str(number)) for number in range(times)]
-    return {name: [run[name] for run in runs] for name in runs[0]}
+    runs = []
+    for number in numbers(args):
+        before = look()
+        runs.append({**await measure(str(number)), **before})
+    return runs
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8000])
     parser.add_argument("--decoders", type=int, default=16)
     parser.add_argument("--long", type=int, default=4096, help="tokens of the prompt that arrives among the decoders")
     parser.add_argument("--tokens", type=int, default=256, help="that each decoder makes")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--settings", type=orjson.loads, default={}, help="a JSON object of engine settings")
-    parser.add_argument("--json", type=Path, help="write all figures there")
     return parser.parse_args(argv)
 
 
-async def run(args: argparse.Namespace) -> dict[str, Any]:
+async def run(args: argparse.Namespace) -> dict[str, list[float]]:
     """Measure, print and write."""
-    figures: dict[str, list[float]] = {}
+    runs: list[list[Figures]] = []
     async with trio_llm.open_engine(args.model, **args.settings) as engine:
-        figures |= await repeat(args.repeats, lambda run: prefill(engine, args.lengths, run))
-        figures |= await repeat(args.repeats, lambda run: shared_prefix(engine, run))
-        figures |= await repeat(
-            args.repeats,
-            lambda run: mixed_load(engine, run, decoders=args.decoders, long=args.long, tokens=args.tokens),
+        runs.append(await repeat(args, lambda run: prefill(engine, args.lengths, run)))
+        runs.append(await repeat(args, lambda run: shared_prefix(engine, run)))
+        runs.append(
+            await repeat(
+                args, lambda run: mixed_load(engine, run, decoders=args.decoders, long=args.long, tokens=args.tokens)
+            )
         )
-    medians = {name: statistics.median(values) for name, values in figures.items()}
-    print("| figure | median | low | high |\n|---|--:|--:|--:|")
+    idle = quiet(each for question in runs for each in question)
+    figures = {
+        name: [each[name] for each in question]
+        for question in runs
+        for name in question[0]
+        if not name.endswith("_before")
+    }
+    print("| figure | median [lowest-highest] |\n|---|--:|")
     for name, values in figures.items():
-        print(f"| {name} | {medians[name]:.2f} | {min(values):.2f} | {max(values):.2f} |")
-    shortest = medians[f"prefill_{args.lengths[0]}"]
+        print(f"| {name} | {spread(values, '.2f')} |")
+    shortest = statistics.median(figures[f"prefill_{args.lengths[0]}"])
     for length in args.lengths[1:]:
-        print(f"prefill at {length} over {args.lengths[0]}: {medians[f'prefill_{length}'] / shortest:.2f}")
-    if args.json is not None:
-        document = {"machine": machine(), "settings": args.settings, "figures": figures}
-        await trio.Path(args.json).write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
-    return medians
+        ratio = statistics.median(figures[f"prefill_{length}"]) / shortest
+        print(f"prefill at {length} over {args.lengths[0]}: {ratio:.2f}")
+    print(f"{note(idle)}; median of {args.repeats} runs")
+    write(args, figures, idle=idle)
+    return figures
 
 
 if __name__ == "__main__":

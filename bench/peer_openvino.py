@@ -1,20 +1,20 @@
 """A closed-loop load on OpenVINO GenAI's continuous batching, in process.
 
-Needs `pip install openvino-genai orjson trio attrs`, in an environment of its own if you like; bench/peers.py starts it.
+Needs `pip install openvino-genai orjson attrs`, in an environment of its own if you like; bench/peers.py starts it.
 The prompts and the figures are those of bench/serve.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import openvino_genai
-import orjson
-from serve import Answer, Arrival, Load, spread_of, summarise
+from answers import Answer, Arrival, summarise
+from load import add_arguments, load_of, num_requests
+from report import arguments, look, quiet, repeats, spread_of, write
 
 
 class Server:
@@ -32,16 +32,7 @@ class Server:
         self.config.max_new_tokens = args.max_tokens
         self.config.do_sample = False
         self.config.ignore_eos = True
-        self.load = Load(
-            model="openvino",
-            prompt_tokens=args.prompt_tokens,
-            max_tokens=args.max_tokens,
-            seed=args.seed,
-            shared_prefix=False,
-            timeout=600,
-            extra_body={},
-            api_key=None,
-        )
+        self.load = load_of(args, model="openvino", timeout=600, extra_body={}, api_key=None)
         self.num_requests = 0
 
     def closed_loop(self, run: str, *, concurrency: int, requests: int) -> list[Answer]:
@@ -78,28 +69,22 @@ class Server:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--gguf", required=True)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--requests", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--prompt-tokens", type=int, default=110)
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = arguments(__doc__)
+    parser.add_argument("--gguf", type=Path, required=True)
+    add_arguments(parser)
     args = parser.parse_args()
-    server = Server(args.gguf, args)
+    server = Server(str(args.gguf), args)
     results = []
     for concurrency in args.concurrency:
-        requests = max(concurrency, args.requests or max(8, 4 * concurrency))
+        requests = num_requests(args, concurrency)
         server.closed_loop(f"warm {concurrency}", concurrency=concurrency, requests=max(2, concurrency))
-        repeats = []
-        for repeat in range(args.repeats):
-            load_average = os.getloadavg()[0]
+        runs = []
+        for repeat in repeats(args):
+            before = look()
             answers = server.closed_loop(f"{concurrency} {repeat}", concurrency=concurrency, requests=requests)
-            repeats.append({**summarise(answers), "load_average_before": load_average})
-        results.append({"concurrency": concurrency, **spread_of(repeats), "repeats": repeats})
-    args.json.write_bytes(orjson.dumps({"results": results}, option=orjson.OPT_INDENT_2))
+            runs.append({**summarise(answers), **before})
+        results.append({"concurrency": concurrency, **spread_of(runs), "repeats": runs})
+    write(args, results, idle=quiet(run for result in results for run in result["repeats"]))
 
 
 if __name__ == "__main__":

@@ -7,15 +7,14 @@ perplexity of both and how often both would choose the same next token.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
 import torch
+from report import arguments, write
 from torch.nn import functional
 
 from trio_llm.config import EngineSettings
@@ -46,12 +45,11 @@ def read(model: Any, parts: Sequence[torch.Tensor]) -> tuple[float, torch.Tensor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, repeats=None)
     parser.add_argument("texts", type=Path, nargs="+", help="text files")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--window", type=int, default=512, help="tokens that are read together")
     parser.add_argument("--max-tokens", type=int, help="tokens of text to read at most")
-    parser.add_argument("--json", type=Path, help="write the figures there")
     args = parser.parse_args(argv)
 
     loaded = load_model(args.model, settings=EngineSettings(device="cpu", dtype="float32"))
@@ -73,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for name, value in figures.items():
         print(f"{name:20} {value:.4f}" if isinstance(value, float) else f"{name:20} {value}")
-    if args.json:
-        args.json.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2))
+    write(args, figures)
     return 0
 
 

@@ -8,15 +8,15 @@ changes both.  Which of them goes first alternates.
 from __future__ import annotations
 
 import argparse
-import os
+import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 import orjson
 import trio
-from serve import WORDS, machine, spread_of
+from load import WORDS
+from report import arguments, look, note, quiet, repeats, spread, spread_of, write
 
 import trio_llm
 
@@ -83,15 +83,14 @@ async def measure(off: trio_llm.Engine, on: trio_llm.Engine, args: argparse.Name
     for name in args.texts:
         for clients in args.concurrency:
             pairs = []
-            for repeat in range(args.repeats + 1):
-                load_average = os.getloadavg()[0]
+            for repeat in itertools.chain([-1], repeats(args)):
+                before = look()
                 done = {}
-                for engine in (off, on) if repeat % 2 else (on, off):
-                    done[engine is on] = await turn(engine, TEXTS[name], args, clients, repeat)
+                for engine in (on, off) if repeat % 2 else (off, on):
+                    done[engine is on] = await turn(engine, TEXTS[name], args, clients, repeat + 1)
                 pair = {f"off_{key}": value for key, value in done[False].items()} | done[True]
                 pair["ratio"] = pair["output_tokens_per_s"] / pair["off_output_tokens_per_s"]
-                pair["load_average_before"] = load_average
-                pairs.append(pair)
+                pairs.append({**pair, **before})
             results.append({"text": name, "clients": clients, **spread_of(pairs[1:]), "repeats": pairs[1:]})
     return results
 
@@ -103,31 +102,26 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in results:
-        ratio = row["ratio"]
+        ratios = [pair["ratio"] for pair in row["repeats"]]
         lines.append(
             f"| {row['text']} | {row['clients']} | {row['off_output_tokens_per_s']['median']:.1f} "
             f"| {row['output_tokens_per_s']['median']:.1f} "
-            f"| {ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] "
+            f"| {spread(ratios, '.3f')} "
             f"| {row['drafted']['median']:g} | {row['accepted']['median']:g} |"
         )
     return "\n".join(lines)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        epilog="; ".join(f"{name}: {text.shows}" for name, text in TEXTS.items()),
-    )
+    parser = arguments(__doc__, epilog="; ".join(f"{name}: {text.shows}" for name, text in TEXTS.items()))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--method", default="ngram", help="speculative_method of the engine that drafts")
     parser.add_argument("--draft-model", help="speculative_model, for the method draft_model")
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--repeats", type=int, default=8, help="pairs")
     parser.add_argument("--prompt-tokens", type=int, default=100, help="roughly")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--settings", type=orjson.loads, default={}, help="a JSON object of both engines' settings")
-    parser.add_argument("--json", type=Path, help="write all figures there")
     return parser.parse_args(argv)
 
 
@@ -140,12 +134,9 @@ async def run(args: argparse.Namespace) -> None:
     ):
         results = await measure(off, on, args)
     print(table(results))
-    busiest = max(row["load_average_before"]["high"] for row in results)
-    print(f"load average before a pair at most {busiest:.2f}; median of {args.repeats} pairs [low-high]")
-    if args.json is not None:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        document = {"settings": settings, "machine": machine(), "results": results}
-        await trio.Path(args.json).write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+    idle = quiet(pair for row in results for pair in row["repeats"])
+    print(f"{note(idle)}; median of {args.repeats} pairs [low-high]")
+    write(args, results, idle=idle)
 
 
 if __name__ == "__main__":

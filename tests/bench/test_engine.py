@@ -7,7 +7,8 @@ from typing import Any
 import attrs
 import engine as bench
 import pytest
-from serve import Load, table
+from answers import table
+from load import Load
 
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.engine.simulation import open_simulation
@@ -33,7 +34,7 @@ async def test_every_client_asks_for_its_share_and_all_is_counted() -> None:
     fake = executor()
     async with open_simulation(executor=fake) as engine:
         options = bench.parse(["--concurrency", "1", "4", "--requests", "8", "--repeats", "2"])
-        results = await bench.measure(engine, LOAD, options)
+        results = await bench.measure_engine(engine, LOAD, options)
 
     assert [result["concurrency"] for result in results] == [1, 4]
     for result in results:
@@ -52,4 +53,4 @@ async def test_a_request_that_is_refused_ends_the_measurement() -> None:
     async with open_simulation(executor=executor()) as engine:
         options: Any = bench.parse(["--concurrency", "1", "--requests", "1", "--repeats", "1"])
         with pytest.raises(SystemExit, match="ContextLengthExceeded"):
-            await bench.measure(engine, attrs.evolve(LOAD, max_tokens=100_000), options)
+            await bench.measure_engine(engine, attrs.evolve(LOAD, max_tokens=100_000), options)

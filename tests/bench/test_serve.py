@@ -13,8 +13,11 @@ import attrs
 import pytest
 import serve
 import trio
+from answers import Answer, Arrival, percentile, summarise
 from http_client import Client
-from serve import Answer, Load, ask, closed_loop, open_loop, percentile, summarise
+from load import Load
+from loops import OpenClient, closed_loop, open_loop
+from serve import Server, ask
 from trio.testing import MockClock, memory_stream_pair
 
 LOAD = Load(
@@ -67,6 +70,10 @@ def connecting(nursery: trio.Nursery, behaviour: Behaviour) -> Callable[[], Awai
     return connect
 
 
+def clients(connect: Callable[[], Awaitable[trio.abc.Stream]], load: Load = LOAD) -> OpenClient:
+    return Server(connect, "server", 80).clients(load, "run")
+
+
 async def steady(
     body: dict[str, Any], write: Write, *, first: float = 0.5, gap: float = 0.1, tokens: int = 5, joined: int = 1
 ) -> None:
@@ -90,7 +97,7 @@ def write_once(*parts: bytes) -> Behaviour:
 async def test_times_and_counts_of_a_steady_server(autojump_clock: MockClock, nursery: trio.Nursery) -> None:
     connect = connecting(nursery, steady)
 
-    answers = await closed_loop(connect, "server", "/v1", LOAD, "run", concurrency=2, requests=6)
+    answers = await closed_loop(clients(connect), concurrency=2, requests=6)
 
     figures = summarise(answers)
     assert figures["errors"] == 0
@@ -112,7 +119,7 @@ async def test_times_and_counts_of_a_steady_server(autojump_clock: MockClock, nu
 async def test_an_open_loop_waits_for_nobody(autojump_clock: MockClock, nursery: trio.Nursery) -> None:
     connect = connecting(nursery, partial(steady, first=1000.0))
 
-    answers = await open_loop(connect, "server", "/v1", attrs.evolve(LOAD, timeout=2000), "run", rate=4.0, requests=400)
+    answers = await open_loop(clients(connect, attrs.evolve(LOAD, timeout=2000)), rate=4.0, requests=400, seed="run")
 
     starts = sorted(answer.started for answer in answers)
     assert len(starts) == 400
@@ -125,9 +132,7 @@ async def test_an_open_loop_waits_for_nobody(autojump_clock: MockClock, nursery:
 async def test_joined_tokens_share_the_time_of_their_chunk(autojump_clock: MockClock, nursery: trio.Nursery) -> None:
     behaviour = partial(steady, tokens=9, joined=4, gap=0.4)
 
-    [answer] = await closed_loop(
-        connecting(nursery, behaviour), "server", "/v1", LOAD, "run", concurrency=1, requests=1
-    )
+    [answer] = await closed_loop(clients(connecting(nursery, behaviour)), concurrency=1, requests=1)
 
     assert answer.tokens == 9
     assert [gap for gap, _ in answer.token_gaps()] == pytest.approx([0.1, 0.1])
@@ -137,7 +142,7 @@ async def test_joined_tokens_share_the_time_of_their_chunk(autojump_clock: MockC
 async def test_without_usage_chunks_are_counted(nursery: trio.Nursery) -> None:
     behaviour = write_once(STREAM, *map(frame, (delta("a"), delta("b"), delta("", "stop"))), END)
 
-    [answer] = await closed_loop(connecting(nursery, behaviour), "s", "/v1", LOAD, "run", concurrency=1, requests=1)
+    [answer] = await closed_loop(clients(connecting(nursery, behaviour)), concurrency=1, requests=1)
 
     assert answer.failure is None
     assert answer.tokens == 2
@@ -158,10 +163,10 @@ async def test_without_usage_chunks_are_counted(nursery: trio.Nursery) -> None:
 async def test_a_failure_is_never_a_success(parts: tuple[bytes, ...], failure: str, nursery: trio.Nursery) -> None:
     connect = connecting(nursery, write_once(*parts))
 
-    answers = await closed_loop(connect, "server", "/v1", LOAD, "run", concurrency=1, requests=2)
+    answers = await closed_loop(clients(connect), concurrency=1, requests=2)
 
     assert all(answer.failure is not None and failure in answer.failure for answer in answers)
-    good = Answer(0.0, 1.0, [serve.Arrival(0.5, 1, 1)], "stop", {"completion_tokens": 4, "prompt_tokens": 1})
+    good = Answer(0.0, 1.0, [Arrival(0.5, 1, 1)], "stop", {"completion_tokens": 4, "prompt_tokens": 1})
     for answer in answers:
         answer.started, answer.ended = 0.0, 2.0
     figures = summarise([good, *answers])

@@ -20,13 +20,31 @@ def test_own_times_leave_out_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_engine_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "out.json"
-    arguments = ["--scheduler", "--batch", "1", "5", "--context", "20", "--steps", "6", "--json", str(report)]
+    arguments = [
+        "--scheduler",
+        "--batch",
+        "1",
+        "5",
+        "--context",
+        "20",
+        "--steps",
+        "6",
+        "--repeats",
+        "2",
+        "--json",
+        str(report),
+    ]
 
     results = bench.run(bench.parse(arguments))
 
     assert list(results) == [1, 5]
-    for figures in results.values():
-        assert {"schedule", "commit", "between the parts", "the step"} <= figures.keys()
-        assert figures["schedule"] > 0
+    parts = {"schedule", "commit", "between the parts", "the step", "beside it: hand over"}
+    for runs in results.values():
+        assert len(runs) == 2
+        for figures in runs:
+            assert parts <= figures.keys()
+            assert all(figures[name] > 0 for name in parts)
     assert "| the step |" in capsys.readouterr().out
-    assert orjson.loads(report.read_bytes())["batches"]["5"]["schedule"] == results[5]["schedule"]
+    document = orjson.loads(report.read_bytes())
+    assert document["results"]["5"] == results[5]
+    assert document["idle"]["cores_busy_before"] >= 0
