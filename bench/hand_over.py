@@ -43,7 +43,7 @@ async def hand_over(tokenizer: Any, batch: int, steps: int) -> float:
                 in_turns += time.thread_time() - began
                 num_turns += 1
 
-        worker._turn = timed  # type: ignore[method-assign]
+        worker._turn = timed  # type: ignore[assignment,method-assign]
         await drive_in_task(worker, deliver)
 
     async def read() -> None:

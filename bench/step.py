@@ -107,7 +107,7 @@ def make_core(args: argparse.Namespace) -> tuple[EngineCore, Any]:
     if args.by_operation:
         from trio_llm.core.model import PagedModel
 
-        PagedModel.fuse_layers = lambda model: 0  # type: ignore[method-assign]
+        PagedModel.fuse_layers = lambda model: 0  # type: ignore[assignment,method-assign]
     model, core = load_core(args.model, None, settings)
     return core, model.tokenizer
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import protocol as bench
+import protocol
+import protocol_parts as bench
+import protocol_streams
 import pytest
 
 from tests.engine.test_detokenizer import trained
@@ -23,14 +25,17 @@ async def test_every_part_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "microseconds", lambda function: [function(), 1.0][1:])
     tokenizer = trained("byte-level")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    async with open_engine(FakeModel(), executor=FakeExecutor(bench.INFO)) as engine:
+    async with open_engine(FakeModel(), executor=FakeExecutor(protocol_streams.INFO)) as engine:
         found = await bench.parts(engine, tokenizer, 1024)
-    assert len(found) == 7
+    assert len(found) == 9
     assert all(values for values in found.values())
 
 
 async def test_all_tokens_come_and_clients_that_leave_are_noticed() -> None:
-    found = await bench.whole(3, 16, 1)
+    found = await protocol_streams.streams(3, 16, protocol.parse(["--repeats", "1"]))
     assert found["clients that left"] == found["aborted for it"] == [3]
     assert found["blocks not given back"] == [0]
-    assert "| aborted for it | 3.00 |" in bench.table(found)
+    assert sum(found["channel: deltas taken at a time, as they come"]) == 3 * 16
+    assert len(found["request: queue wait, milliseconds on the clock"]) == 3
+    assert all(values for values in found.values())
+    assert "| aborted for it | 3.00 |" in protocol.table(found)
