@@ -40,6 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=2048, help="bytes of a request")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64, help="of each stream")
+    parser.add_argument("--step-ms", type=float, default=10.0, help="that a step takes, in which nothing is computed")
     return parser.parse_args(argv)
 
 

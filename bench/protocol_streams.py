@@ -12,12 +12,14 @@ from typing import Any
 import attrs
 import orjson
 import trio
+from hand_over import paced_engine, watch
 from http_client import Client
 from hypercorn.config import Config
 from report import repeats
 
 from trio_llm.config import EngineSettings, ServerSettings
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
+from trio_llm.core.step import StepPlan
 from trio_llm.engine.engine import Engine
 from trio_llm.engine.generation import Generation
 from trio_llm.engine.nursery import open_engine
@@ -38,13 +40,13 @@ def body_of(index: int, tokens: int) -> bytes:
     return orjson.dumps({**body, "stream": True})
 
 
-async def all_at_once(count: int, read: Callable[[int], Awaitable[object]]) -> tuple[float, float]:
-    """Processor seconds of this process and of this thread, for so many streams at once."""
-    process, thread = time.process_time(), time.thread_time()
+async def all_at_once(count: int, read: Callable[[int], Awaitable[object]]) -> float:
+    """Processor seconds of this process, for so many streams at once."""
+    began = time.process_time()
     async with trio.open_nursery() as nursery:
         for index in range(count):
             nursery.start_soon(read, index)
-    return time.process_time() - process, time.thread_time() - thread
+    return time.process_time() - began
 
 
 async def read_in_process(engine: Engine, tokens: int, index: int) -> Generation:
@@ -112,18 +114,26 @@ async def served(app: App) -> AsyncIterator[int]:
 
 async def streams(count: int, tokens: int, args: argparse.Namespace) -> dict[str, list[float]]:
     """What a token costs on each way, what waits in channels, and what is left when clients go away."""
-    executor = FakeExecutor(attrs.evolve(INFO, num_blocks=160 * count), next_token=lambda context, index: ord("a"))
-    settings = EngineSettings(max_num_seqs=count, max_num_batched_tokens=max(512, 2 * count))
     found: dict[str, list[float]] = {}
 
     def note(name: str, *values: float) -> None:
         found.setdefault(name, []).extend(values)
 
+    for _ in repeats(args):
+        note("token: outside Hypercorn", await outside_hypercorn(count, tokens))
+    for _ in repeats(args):
+        in_process, over_http = await one_alone(tokens)
+        note("one request in process, milliseconds on the clock", in_process)
+        note("the same over HTTP, milliseconds on the clock", over_http)
+
+    def step(plan: StepPlan) -> None:
+        time.sleep(args.step_ms / 1e3)
+
+    info = attrs.evolve(INFO, num_blocks=160 * count)
+    executor = FakeExecutor(info, on_launch=step, next_token=lambda context, index: ord("a"))
+    settings = EngineSettings(max_num_seqs=count, max_num_batched_tokens=max(512, 16 * count))
     async with open_engine(FakeModel(), executor=executor, settings=settings) as engine:
-        registry = Registry({"fake": engine})
-        joining = create_app(ServerSettings(log_level="error"), registry=registry)
-        single = create_app(ServerSettings(log_level="error", stream_interval=0.0), registry=registry)
-        async with served(joining) as port:
+        async with served(application(engine)) as port:
             await all_at_once(count, partial(read_over_http, port, 8))
             for _ in repeats(args):
                 generations: list[Generation] = []
@@ -131,33 +141,20 @@ async def streams(count: int, tokens: int, args: argparse.Namespace) -> dict[str
                 async def alone(index: int, generations: list[Generation] = generations) -> None:
                     generations.append(await read_in_process(engine, tokens, index))
 
-                process, _ = await all_at_once(count, alone)
-                note(
-                    "request: queue wait, milliseconds on the clock",
-                    *(1e3 * generation.timings.queue for generation in generations),
-                )
-                for name, app in (("as they come", single), ("joined", joining)):
-                    # what a request costs is in both, and is taken off
-                    _, begun = await all_at_once(count, partial(read_from_app, app, 1))
-                    with waiting() as lengths:
-                        _, whole = await all_at_once(count, partial(read_from_app, app, tokens))
-                    note(f"token: outside Hypercorn, {name}", 1e6 * (whole - begun) / (count * (tokens - 1)))
-                    note(f"channel: deltas taken at a time, {name}", *lengths)
+                in_process = await all_at_once(count, alone)
+                waits = [1e3 * generation.timings.queue for generation in generations]
+                note("request: queue wait, milliseconds on the clock", *waits)
                 events = 0
 
                 async def through(index: int) -> None:
                     nonlocal events
                     events += await read_over_http(port, tokens, index)
 
-                over, _ = await all_at_once(count, through)
-                note("token: HTTP, both ends", 1e6 * (over - process) / (count * tokens))
+                with waiting() as lengths:
+                    over_http = await all_at_once(count, through)
+                note("channel: deltas that wait for their reader", *lengths)
+                note("token: HTTP, both ends", 1e6 * (over_http - in_process) / (count * tokens))
                 note("event: tokens joined in one", count * tokens / events)
-                began = time.perf_counter()
-                await read_in_process(engine, tokens, 0)
-                note("one request in process, milliseconds on the clock", 1e3 * (time.perf_counter() - began))
-                began = time.perf_counter()
-                await read_over_http(port, tokens, 0)
-                note("the same over HTTP, milliseconds on the clock", 1e3 * (time.perf_counter() - began))
             before = engine.statistics()
             await all_at_once(count, partial(read_over_http, port, 2000, leave_after=2))
             while engine.statistics().num_requests:  # noqa: ASYNC110  what is waited for has no event
@@ -167,6 +164,36 @@ async def streams(count: int, tokens: int, args: argparse.Namespace) -> dict[str
             note("aborted for it", after.finished.get("abort", 0) - before.finished.get("abort", 0))
             note("blocks not given back", core.num_blocks - core.num_free_blocks)
     return found
+
+
+def application(engine: Engine, **settings: Any) -> App:
+    """A server's application for it."""
+    return create_app(ServerSettings(log_level="error", **settings), registry=Registry({"fake": engine}))
+
+
+async def outside_hypercorn(count: int, tokens: int) -> float:
+    """Microseconds a token, from the core's output to the bytes of its event, when each has an event of its own."""
+    async with paced_engine(None, count, tokens) as (engine, turns):
+        app = application(engine, stream_interval=0.0)
+        await all_at_once(count, partial(read_from_app, app, 2))
+        seconds = []
+        for length in (1, tokens):  # what a request costs is in both, and is taken off
+            so_far = watch(turns)
+            await all_at_once(count, partial(read_from_app, app, length))
+            seconds.append(so_far()[0])
+    return 1e6 * (seconds[1] - seconds[0]) / (count * (tokens - 1))
+
+
+async def one_alone(tokens: int) -> tuple[float, float]:
+    """Milliseconds of one request, in process and over HTTP, from an engine that computes nothing."""
+    executor = FakeExecutor(INFO, next_token=lambda context, index: ord("a"))
+    async with open_engine(FakeModel(), executor=executor) as engine, served(application(engine)) as port:
+        await read_over_http(port, tokens, 0)
+        began = time.perf_counter()
+        await read_in_process(engine, tokens, 1)
+        between = time.perf_counter()
+        await read_over_http(port, tokens, 2)
+        return 1e3 * (between - began), 1e3 * (time.perf_counter() - between)
 
 
 @contextmanager
