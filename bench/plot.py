@@ -70,6 +70,8 @@ def latency(peers: Results) -> Any:
     ):
         lines(axis, peers["results"], column)
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
         axis.set_title(what)
     axes[0].legend()
     return figure
