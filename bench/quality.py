@@ -1,15 +1,16 @@
 """What int8 costs in quality: `python bench/quality.py --model smollm2 text.txt ...`.
 
-The texts are cut into windows, and each window is read twice: with the weights as they are, in
-float32, and with linear layers in int8 as `--quantization int8` computes them.  Reported are the
-perplexity of both and how often both would choose the same next token.
+The texts are cut into windows, and each window is read three times: with the weights as they are, in
+float32, with linear layers in int8 as `--quantization int8` computes them, and with keys and values in
+bfloat16 as well, as the engine does by default.  Reported are the perplexity of each and how often the
+last two would choose the same next token as the first.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from report import arguments, write
 from torch.nn import functional
 
 from trio_llm.config import EngineSettings
+from trio_llm.core.attention import SequenceSpan
 from trio_llm.core.kernels import load
+from trio_llm.core.model import PagedModel, SpanInput, num_probe_blocks
+from trio_llm.core.page_attention import PageBackend
 from trio_llm.core.quantization import quantize
 from trio_llm.models.loader import load_model
 
@@ -32,12 +36,41 @@ def windows(tokenizer: Any, texts: Sequence[str], length: int, limit: int | None
     return found[: limit // length] if limit else found
 
 
-def read(model: Any, parts: Sequence[torch.Tensor]) -> tuple[float, torch.Tensor]:
+Model = Callable[[torch.Tensor], torch.Tensor]
+"""The logits of a window's tokens."""
+
+
+def own(model: Any) -> Model:
+    """As transformers computes it."""
+
+    def logits(part: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=part[None], use_cache=False).logits[0]
+        return found
+
+    return logits
+
+
+def in_engine(model: Any, window: int) -> Model:
+    """As the engine computes it, with pages in bfloat16."""
+    kernels = load()
+    assert kernels is not None, "there is no C++ compiler"
+    paged = PagedModel(model, PageBackend(kernels), kv_dtype=torch.bfloat16)
+    table = range(-(-window // paged.backend.block_size))
+    paged.allocate(max(len(table), num_probe_blocks(paged.backend.block_size)))
+    paged.fuse_layers()
+
+    def logits(part: torch.Tensor) -> torch.Tensor:
+        return paged.forward([SpanInput(part.tolist(), SequenceSpan(0, len(part), table))], range(len(part)))
+
+    return logits
+
+
+def read(model: Model, parts: Sequence[torch.Tensor]) -> tuple[float, torch.Tensor]:
     """The mean surprise of a token in nats, and the likeliest token at each place."""
     total, count, choices = 0.0, 0, []
     with torch.inference_mode():
         for part in parts:
-            logits = model(input_ids=part[None], use_cache=False).logits[0]
+            logits = model(part)
             total += functional.cross_entropy(logits[:-1], part[1:], reduction="sum").item()
             count += len(part) - 1
             choices.append(logits.argmax(-1))
@@ -57,9 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = windows(loaded.tokenizer, texts, args.window, args.max_tokens)
     if not parts:
         parser.error(f"the texts are shorter than a window of {args.window} tokens")
-    exact, choices = read(loaded.model, parts)
+    exact, choices = read(own(loaded.model), parts)
     quantize(loaded.model, load())
-    rounded, rounded_choices = read(loaded.model, parts)
+    rounded, rounded_choices = read(own(loaded.model), parts)
+    whole, whole_choices = read(in_engine(loaded.model, args.window), parts)
     figures = {
         "model": args.model,
         "tokens": sum(len(part) for part in parts),
@@ -68,6 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "perplexity_int8": math.exp(rounded),
         "perplexity_loss": math.exp(rounded - exact) - 1,
         "greedy_agreement": (choices == rounded_choices).double().mean().item(),
+        "perplexity_int8_bfloat16_kv": math.exp(whole),
+        "perplexity_loss_bfloat16_kv": math.exp(whole - exact) - 1,
+        "greedy_agreement_bfloat16_kv": (choices == whole_choices).double().mean().item(),
     }
     for name, value in figures.items():
         print(f"{name:20} {value:.4f}" if isinstance(value, float) else f"{name:20} {value}")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from trio_llm.config import EngineSettings
 from trio_llm.core.attention import SequenceSpan
 from trio_llm.core.build import build_core
 from trio_llm.core.fusion import FusedLayer
-from trio_llm.core.kernels import load
+from trio_llm.core.kernels import Kernels, load
+from trio_llm.core.linear import FewRowsLinear
 from trio_llm.core.model import PagedModel, SpanInput
-from trio_llm.core.quantization import QuantizedLinear, ReferenceLinear, quantize
+from trio_llm.core.packing import PackedLinear, pack
+from trio_llm.core.quantization import ReferenceLinear, quantize
 from trio_llm.core.request import Request
 from trio_llm.errors import ConfigurationError
 from trio_llm.models.loader import LoadedModel, load_model
@@ -79,6 +82,16 @@ def test_fused_layers_are_transformers_own_with_the_same_linear_layers(
     found = paged_logits(model, TEXT)
     assert is_near(found, own_logits(architecture, TEXT), kv_dtype)
     assert not is_near(found, own_logits(architecture, TEXT, seed=1), kv_dtype), "the comparison must see another model"
+
+
+@pytest.mark.parametrize("architecture", FUSED)
+def test_fused_layers_in_float32_are_transformers_own(kernels: Kernels, architecture: str) -> None:
+    model = paged(build(architecture), block_size=4, num_blocks=160, backend="kernels")
+    pack(model.model, kernels, torch.float32)
+    assert model.fuse_layers() == model.model.config.num_hidden_layers
+    with torch.inference_mode():
+        expected = build(architecture)(input_ids=torch.tensor([TEXT], device=CPU), use_cache=False).logits[0]
+    torch.testing.assert_close(paged_logits(model, TEXT), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_window_that_is_one_too_wide_would_be_seen() -> None:
@@ -185,21 +198,30 @@ def loaded(*, is_quantized: bool) -> LoadedModel:
 @pytest.mark.parametrize(
     ("is_quantized", "settings", "kind"),
     [
-        (True, {}, QuantizedLinear),
-        (False, {}, None),
-        (True, {"quantization": "none"}, None),
-        (False, {"quantization": "int8"}, QuantizedLinear),
-        (True, {"compiled_kernels": False}, None),
+        (True, {}, torch.int8),
+        (False, {}, torch.float32),
+        (True, {"quantization": "none"}, torch.float32),
+        (False, {"quantization": "int8"}, torch.int8),
+        (False, {"deterministic": True}, FewRowsLinear),
+        (True, {"compiled_kernels": False}, FewRowsLinear),
         (True, {"compiled_kernels": False, "quantization": "int8"}, ReferenceLinear),
     ],
 )
-def test_settings_choose_the_arithmetic(is_quantized: bool, settings: dict, kind: type | None) -> None:
-    if load() is None:
-        pytest.skip("there is no C++ compiler here")
+def test_settings_choose_the_arithmetic(
+    kernels: Kernels, is_quantized: bool, settings: dict, kind: type | torch.dtype
+) -> None:
+    if kind is torch.float32 and kernels.vector_bytes < 64:
+        kind = FewRowsLinear
     these = loaded(is_quantized=is_quantized)
     core = build_core(these, EngineSettings(**settings, kv_cache_memory=2**22))
-    kinds = {type(module) for module in these.model.modules()} & {QuantizedLinear, ReferenceLinear}
-    assert kinds == ({kind} if kind else set())
+    kinds = {
+        module.dtype if isinstance(module, PackedLinear) else type(module)
+        for module in these.model.modules()
+        if isinstance(module, PackedLinear | ReferenceLinear | nn.Linear)
+    }
+    assert kinds == {kind}
+    if isinstance(kind, torch.dtype):
+        assert all(isinstance(layer, FusedLayer) for layer in these.model.model.layers)
     outputs, _ = run(core, [make_request("a", [5, 6, 7], max_tokens=5)])
     assert len(outputs["a", 0]) == 5
 

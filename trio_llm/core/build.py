@@ -16,6 +16,7 @@ from trio_llm.core.kernels import Kernels, load
 from trio_llm.core.linear import speed_up_linears
 from trio_llm.core.memory import num_kv_blocks
 from trio_llm.core.model import PagedModel, num_probe_blocks
+from trio_llm.core.packing import pack
 from trio_llm.core.page_attention import PageBackend
 from trio_llm.core.quantization import quantize
 from trio_llm.core.speculation import speculation_for
@@ -122,7 +123,9 @@ def _allocate(
     if settings.quantization == "int8" or (_is_to_be_int8(loaded, settings) and kernels is not None):
         # after the probe, which could be stricter: in 8 bits a small difference may round a number the other way
         quantize(loaded.model, kernels)
-        model.fuse_layers()
+    elif kernels is not None and kernels.vector_bytes == 64:  # narrower, and torch's own products are as fast
+        pack(loaded.model, kernels, torch.float32)
+    model.fuse_layers()
     if isinstance(model.backend, VarlenBackend):
         model.record_decode_steps(max_model_len)
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from trio_llm.core.attention import IMPLEMENTATION, LAYER_ATTRIBUTE
 from trio_llm.core.kernels import TILE, Decoder, Linear
+from trio_llm.core.packing import SIBLINGS, PackedLinear
 from trio_llm.core.page_attention import PageLayer
-from trio_llm.core.quantization import SIBLINGS, QuantizedLinear
 
 TOLERANCE = 2e-2
 """Largest difference from a layer's own forward, relative to the most that it adds: a number of a row
@@ -145,8 +145,8 @@ def _decoder(layer: nn.Module) -> tuple[Decoder, list[Tensor]] | None:
     if (
         projections is None
         or gate_up is None
-        or not isinstance(output, QuantizedLinear)
-        or not isinstance(down, QuantizedLinear)
+        or not isinstance(output, PackedLinear)
+        or not isinstance(down, PackedLinear)
     ):
         return None
     decoder = Decoder(
@@ -175,13 +175,13 @@ def _epsilon(norm: nn.Module) -> float | None:
 
 def _joined(linears: Sequence[nn.Module], kept: list[Tensor]) -> Linear | None:
     """Siblings as the one layer that they are in memory; None if they are not."""
-    if not all(isinstance(linear, QuantizedLinear) for linear in linears):
+    if not all(isinstance(linear, PackedLinear) for linear in linears):
         return None
     siblings: list[Any] = list(linears)
     if any(linear.packed is not siblings[0].packed for linear in siblings) or siblings[0].out_features % TILE:
         return None
     outputs = sum(linear.out_features for linear in siblings)
-    joined = Linear(siblings[0].layer.tiles, None, siblings[0].in_features, outputs, 1)
+    joined = Linear(siblings[0].layer.tiles, None, siblings[0].in_features, outputs, 1, siblings[0].layer.in_floats)
     if any(linear.bias is not None for linear in siblings):
         biases = [
             torch.zeros(linear.out_features, dtype=torch.float32, device="cpu") if linear.bias is None else linear.bias

@@ -1,5 +1,6 @@
-// What torch lacks on a CPU, for a few rows at a time: int8 linear layers, attention that reads the
-// pages of the KV memory in place, decoder layers of both in one go, and the race that draws a token.
+// What torch lacks on a CPU, for a few rows at a time: linear layers with packed weights, in int8 or
+// float32, attention that reads the pages of the KV memory in place, decoder layers of both in one go,
+// and the race that draws a token.
 //
 // core/kernels.py compiles this file at first use and says what the functions at its end do.
 // Vectors are the compiler's own (vector_size), so it builds for any CPU; only `dot4` and `fma`
@@ -121,11 +122,12 @@ Floats log(Floats x) {
 
 float exp(float x) { return exp<1>(Lanes<1>::F{x})[0]; }
 
-// ---- int8 linear layers ----
+// ---- linear layers ----
 //
-// Weights are packed in tiles of 16 outputs, a tile in groups of 64 inputs.  A weight is
-// scale * (byte - 128), the byte unsigned because the dot product instruction of x86 wants one
-// unsigned side.  Rows are quantised when they come: row = scale * int8, a scale for each group.
+// Weights are packed in tiles of 16 outputs.  In float32 a tile has the 16 weights of an input side by
+// side.  In int8 it has groups of 64 inputs, and a weight is scale * (byte - 128), the byte unsigned
+// because the dot product instruction of x86 wants one unsigned side.  Rows are then quantised when
+// they come: row = scale * int8, a scale for each group.
 
 struct Group {
     float scales[TILE];
@@ -182,15 +184,19 @@ float quantize(const float* x, int count, int8_t* q) {
     return most / 127.0f;
 }
 
-// Rows that are quantised: numbers (rows, groups, 64), and for each group its scale and -128
+// Rows as they are, and quantised: numbers (rows, groups, 64), and for each group its scale and -128
 // times its sum, which takes back what the unsigned weights have too much.
 struct Rows {
+    const float* floats;
+    int64_t stride;
+    bool quantized;
     int8_t* numbers;
     float* scales;
     int32_t* offsets;
     int64_t groups;
 
-    void take(int64_t row, const float* x, int64_t width) const {
+    void quantize_row(int64_t row, int64_t width) const {
+        const float* x = floats + row * stride;
         for (int64_t g = 0; g < groups; g++) {
             const int64_t place = row * groups + g, left = width - g * GROUP;
             int8_t* q = numbers + place * GROUP;
@@ -223,26 +229,59 @@ int64_t groups_of(int64_t width) { return (width + GROUP - 1) / GROUP; }
 
 size_t rows_bytes(int64_t rows, int64_t width) { return rows * groups_of(width) * (GROUP + 8) + 3 * 64; }
 
-Rows take_rows(int64_t rows, int64_t width) {
-    const int64_t groups = groups_of(width), places = rows * groups;
-    int8_t* numbers = scratch.take<int8_t>(places * GROUP);
-    float* scales = scratch.take<float>(places);
-    return {numbers, scales, scratch.take<int32_t>(places), groups};
-}
-
 struct Linear {
-    const Group* tiles;
+    const char* tiles;
     const float* bias;  // or null
     int64_t inputs, outputs;
     int64_t step;  // its tiles are every step-th
+    int64_t in_floats;
+
+    int64_t tile_bytes() const {
+        return in_floats ? inputs * TILE * (int64_t)sizeof(float) : groups_of(inputs) * (int64_t)sizeof(Group);
+    }
+};
+
+// Room for quantised rows, of whatever layer comes.
+struct Room {
+    int8_t* numbers;
+    float* scales;
+    int32_t* offsets;
+
+    Room(int64_t rows, int64_t width) {
+        const int64_t places = rows * groups_of(width);
+        numbers = scratch.take<int8_t>(places * GROUP);
+        scales = scratch.take<float>(places);
+        offsets = scratch.take<int32_t>(places);
+    }
+    Rows rows_for(const Linear& layer, const float* x, int64_t stride) const {
+        return {x, stride, !layer.in_floats, numbers, scales, offsets, groups_of(layer.inputs)};
+    }
 };
 
 enum class Store { PLAIN, ADD, GATED };
 
 // R rows times two neighbouring tiles; `ahead`, what is read next, is fetched meanwhile
 template <int R>
-void multiply(const Rows& rows, int64_t row, const Group* left, const Group* right, const char* ahead,
-              float (*out)[2 * TILE]) {
+void multiply_floats(const Rows& rows, int64_t row, int64_t inputs, const char* left, const char* right,
+                     const char* ahead, float (*out)[2 * TILE]) {
+    const float* x = rows.floats + row * rows.stride;
+    Floats total[R][2] = {};
+    for (int64_t k = 0; k < inputs; k++) {
+        __builtin_prefetch(ahead + 2 * k * sizeof(Floats));
+        __builtin_prefetch(ahead + (2 * k + 1) * sizeof(Floats));
+        const Floats weights[2] = {load<Floats>(left + k * sizeof(Floats)), load<Floats>(right + k * sizeof(Floats))};
+        for (int r = 0; r < R; r++) {
+            const Floats number = Floats{} + x[r * rows.stride + k];
+            for (int t = 0; t < 2; t++) total[r][t] = fma(number, weights[t], total[r][t]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < 2; t++) store(out[r] + t * TILE, total[r][t]);
+}
+
+template <int R>
+void multiply_integers(const Rows& rows, int64_t row, const Group* left, const Group* right, const char* ahead,
+                       float (*out)[2 * TILE]) {
     const int64_t groups = rows.groups;
     Floats total[R][2] = {};
     for (int64_t g = 0; g < groups; g++) {
@@ -282,9 +321,9 @@ template <Store STORE> void linear(const Linear& layer, const Rows& rows, int64_
     const int64_t share = pairs / 16 + 1;
 #pragma omp for schedule(dynamic, share)
     for (int64_t pair = 0; pair < pairs; pair++) {
-        const int64_t step = layer.step * rows.groups;
-        const Group* left = layer.tiles + 2 * pair * step;
-        const Group* right = 2 * pair + 1 < tiles ? left + step : left;
+        const int64_t step = layer.step * layer.tile_bytes();
+        const char* left = layer.tiles + 2 * pair * step;
+        const char* right = 2 * pair + 1 < tiles ? left + step : left;
         const int64_t first = 2 * TILE * pair;
         const int64_t width = layer.outputs - first < 2 * TILE ? layer.outputs - first : 2 * TILE;
         int64_t turns = (count + MOST - 1) / MOST;
@@ -292,14 +331,18 @@ template <Store STORE> void linear(const Linear& layer, const Rows& rows, int64_
             float made[MOST][2 * TILE];
             num = (count - row + turns - 1) / turns;  // alike in all turns: one of few rows would wait for memory only
             turns--;
-            const char* ahead = (const char*)(row + num < count ? left : left + 2 * step);
+            const char* ahead = row + num < count ? left : left + 2 * step;
+            const auto multiply = [&](auto R) {
+                if (layer.in_floats) multiply_floats<R>(rows, row, layer.inputs, left, right, ahead, made);
+                else multiply_integers<R>(rows, row, (const Group*)left, (const Group*)right, ahead, made);
+            };
             switch (num) {
-                case 1: multiply<1>(rows, row, left, right, ahead, made); break;
-                case 2: multiply<2>(rows, row, left, right, ahead, made); break;
-                case 3: multiply<3>(rows, row, left, right, ahead, made); break;
-                case 4: multiply<4>(rows, row, left, right, ahead, made); break;
-                case 5: multiply<5>(rows, row, left, right, ahead, made); break;
-                default: multiply<6>(rows, row, left, right, ahead, made);
+                case 1: multiply(std::integral_constant<int, 1>{}); break;
+                case 2: multiply(std::integral_constant<int, 2>{}); break;
+                case 3: multiply(std::integral_constant<int, 3>{}); break;
+                case 4: multiply(std::integral_constant<int, 4>{}); break;
+                case 5: multiply(std::integral_constant<int, 5>{}); break;
+                default: multiply(std::integral_constant<int, 6>{});
             }
             for (int64_t r = 0; r < num; r++) {
                 float* to = out + (row + r) * stride;
@@ -318,9 +361,10 @@ template <Store STORE> void linear(const Linear& layer, const Rows& rows, int64_
     }
 }
 
-void quantize_rows(const float* x, int64_t stride, int64_t width, int64_t count, const Rows& rows) {
+void quantize_rows(int64_t width, int64_t count, const Rows& rows) {
+    if (!rows.quantized) return;
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < count; row++) rows.take(row, x + row * stride, width);
+    for (int64_t row = 0; row < count; row++) rows.quantize_row(row, width);
 }
 
 // ---- RMS normalisation ----
@@ -347,7 +391,7 @@ void norm_and_quantize(const float* x, const float* weight, float eps, int64_t w
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < count; row++) {
         rms_norm(x + row * width, weight, width, eps, normed + row * width);
-        rows.take(row, normed + row * width, width);
+        if (rows.quantized) rows.quantize_row(row, width);
     }
 }
 
@@ -826,12 +870,32 @@ struct Decoder {
     Pages pages;
 };
 
-void trio_llm_pack(const float* weight, int64_t outputs, int64_t inputs, int64_t step, Group* to) {
-    const int64_t groups = groups_of(inputs), tiles = (outputs + TILE - 1) / TILE;
+int64_t trio_llm_vector_bytes =
+#if defined(__AVX512F__)
+    64;
+#elif defined(__AVX2__)
+    32;
+#else
+    16;
+#endif
+
+// `layer` says where to; its tiles are written.
+void trio_llm_pack(const float* weight, const Linear* layer) {
+    const int64_t inputs = layer->inputs, outputs = layer->outputs, tiles = (outputs + TILE - 1) / TILE;
+    const int64_t groups = groups_of(inputs);
 #pragma omp parallel for schedule(static)
-    for (int64_t tile = 0; tile < tiles; tile++)
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        char* to = (char*)layer->tiles + tile * layer->step * layer->tile_bytes();
+        if (layer->in_floats) {
+            for (int64_t k = 0; k < inputs; k++)
+                for (int i = 0; i < TILE; i++) {
+                    const int64_t output = tile * TILE + i;
+                    ((float*)to)[k * TILE + i] = output < outputs ? weight[output * inputs + k] : 0.0f;
+                }
+            continue;
+        }
         for (int64_t g = 0; g < groups; g++) {
-            Group& group = to[tile * step * groups + g];
+            Group& group = ((Group*)to)[g];
             const int64_t left = inputs - g * GROUP;
             for (int i = 0; i < TILE; i++) {
                 int8_t numbers[GROUP] = {};
@@ -841,14 +905,15 @@ void trio_llm_pack(const float* weight, int64_t outputs, int64_t inputs, int64_t
                 for (int k = 0; k < GROUP; k++) group.weights[k / 4][i][k % 4] = (uint8_t)(numbers[k] + 128);
             }
         }
+    }
 }
 
 void trio_llm_linear(const Linear* layer, const float* x, int64_t stride, int64_t count, float* out, int threads) {
     scratch.reset(rows_bytes(count, layer->inputs));
-    const Rows rows = take_rows(count, layer->inputs);
+    const Rows rows = Room(count, layer->inputs).rows_for(*layer, x, stride);
 #pragma omp parallel num_threads(threads)
     {
-        quantize_rows(x, stride, layer->inputs, count, rows);
+        quantize_rows(layer->inputs, count, rows);
         linear<Store::PLAIN>(*layer, rows, count, out, layer->outputs);
     }
 }
@@ -881,8 +946,7 @@ void trio_llm_decoders(const Decoder* layers, int64_t num_layers, const Spans* s
     raise(widest, most_inner);
     const int64_t floats = count * (width + most_projected + most_attended + most_inner) + 4 * 16;
     scratch.reset(rows_bytes(count, widest) + floats * sizeof(float));
-    const Rows whole = take_rows(count, widest);
-    const auto rows = [&](int64_t of) { return Rows{whole.numbers, whole.scales, whole.offsets, groups_of(of)}; };
+    const Room room(count, widest);
     float* normed = scratch.take<float>(count * width);
     float* projections = scratch.take<float>(count * most_projected);
     float* mixed = scratch.take<float>(count * most_attended);
@@ -897,8 +961,9 @@ void trio_llm_decoders(const Decoder* layers, int64_t num_layers, const Spans* s
         const int64_t dim = layer.pages.key_dim, value_dim = layer.pages.value_dim;
         const Heads queries{projections, projected, dim}, keys{projections + heads * dim, projected, dim};
         const Heads values{projections + (heads + kv_heads) * dim, projected, value_dim};
-        norm_and_quantize(input, layer.norm_weights, layer.eps, width, count, normed, rows(width));
-        linear<Store::PLAIN>(layer.projections, rows(width), count, projections, projected);
+        Rows rows = room.rows_for(layer.projections, normed, width);
+        norm_and_quantize(input, layer.norm_weights, layer.eps, width, count, normed, rows);
+        linear<Store::PLAIN>(layer.projections, rows, count, projections, projected);
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < count; token++) {
             const float *cosine = cosines + token * rotary, *sine = sines + token * rotary;
@@ -915,16 +980,20 @@ void trio_llm_decoders(const Decoder* layers, int64_t num_layers, const Spans* s
         }
         write(layer.pages, *spans, keys, values);
         attend(layer.pages, *spans, queries, layer.attention, mixed);
+        if (i == 0) {
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < count; row++) {
-            if (i == 0) std::memcpy(out + row * width, x + row * width, width * sizeof(float));
-            rows(attended).take(row, mixed + row * attended, attended);
+            for (int64_t row = 0; row < count; row++)
+                std::memcpy(out + row * width, x + row * width, width * sizeof(float));
         }
-        linear<Store::ADD>(layer.output, rows(attended), count, out, width);
-        norm_and_quantize(out, layer.next_norm_weights, layer.next_eps, width, count, normed, rows(width));
-        linear<Store::GATED>(layer.gate_up, rows(width), count, gated, inner);
-        quantize_rows(gated, inner, inner, count, rows(inner));
-        linear<Store::ADD>(layer.down, rows(inner), count, out, width);
+        rows = room.rows_for(layer.output, mixed, attended);
+        quantize_rows(attended, count, rows);
+        linear<Store::ADD>(layer.output, rows, count, out, width);
+        rows = room.rows_for(layer.gate_up, normed, width);
+        norm_and_quantize(out, layer.next_norm_weights, layer.next_eps, width, count, normed, rows);
+        linear<Store::GATED>(layer.gate_up, rows, count, gated, inner);
+        rows = room.rows_for(layer.down, gated, inner);
+        quantize_rows(inner, count, rows);
+        linear<Store::ADD>(layer.down, rows, count, out, width);
     }
 }
 }

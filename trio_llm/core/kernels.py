@@ -44,7 +44,7 @@ GROUP = 64
 
 
 class Linear(Structure):
-    """A packed int8 layer: every `step`-th tile from `tiles` on."""
+    """A packed layer: every `step`-th tile from `tiles` on."""
 
     _fields_ = (
         ("tiles", c_void_p),
@@ -52,6 +52,7 @@ class Linear(Structure):
         ("inputs", c_int64),
         ("outputs", c_int64),
         ("step", c_int64),
+        ("in_floats", c_int64),
     )
 
 
@@ -125,9 +126,9 @@ class Decoder(Structure):
     )
 
 
-def tile_bytes(inputs: int) -> int:
-    """Of a packed tile: for each group of inputs a float32 scale and 64 bytes for each output."""
-    return -(-inputs // GROUP) * TILE * (4 + GROUP)
+def tile_bytes(inputs: int, dtype: torch.dtype) -> int:
+    """Of a packed tile: in int8 a float32 scale and 64 bytes for each group of inputs and each output."""
+    return TILE * (4 * inputs if dtype is torch.float32 else -(-inputs // GROUP) * (4 + GROUP))
 
 
 class Kernels:
@@ -140,7 +141,9 @@ class Kernels:
             found.restype = None
             return found
 
-        self._pack = function("pack", c_void_p, c_int64, c_int64, c_int64, c_void_p)
+        self.vector_bytes: int = c_int64.in_dll(library, "trio_llm_vector_bytes").value
+        """Of the vectors that the CPU computes with."""
+        self._pack = function("pack", c_void_p, POINTER(Linear))
         self._linear = function("linear", POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int)
         self._draw = function("draw", c_void_p, c_int64, c_int64, *[c_void_p] * 6, c_int)
         self._attend = function(
@@ -158,17 +161,18 @@ class Kernels:
             "decoders", POINTER(Decoder), c_int64, POINTER(Spans), c_void_p, c_void_p, c_void_p, c_void_p, c_int
         )
 
-    def pack(self, weight: Tensor, packed: Tensor, *, first: int = 0, step: int = 1) -> Linear:
-        """Quantise a weight (outputs, inputs) into every `step`-th tile from `first` on.
+    def pack(self, weight: Tensor, dtype: torch.dtype, packed: Tensor, *, first: int = 0, step: int = 1) -> Linear:
+        """Put a weight (outputs, inputs) into every `step`-th tile from `first` on.
 
         Args:
-            packed: (tiles, `tile_bytes(inputs)`), uint8, contiguous; it must outlive what is returned.
+            dtype: int8 or float32.
+            packed: (tiles, `tile_bytes(inputs, dtype)`), uint8, contiguous; it must outlive what is returned.
         """
         outputs, inputs = weight.shape
         whole = weight.float().contiguous()
-        tiles = packed[first].data_ptr()
-        self._pack(whole.data_ptr(), outputs, inputs, step, tiles)
-        return Linear(tiles, None, inputs, outputs, step)
+        layer = Linear(packed[first].data_ptr(), None, inputs, outputs, step, dtype is torch.float32)
+        self._pack(whole.data_ptr(), byref(layer))
+        return layer
 
     def draw(
         self,
