@@ -8,6 +8,7 @@ import pytest
 import trio
 
 from trio_llm.engine.simulation import ByteTokenizer, FakeModel
+from trio_llm.server.connection import Connection
 
 CHAT = "/v1/chat/completions"
 LONG = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 900}
@@ -251,3 +252,20 @@ async def test_unix_socket(tmp_path):
         _listen_unix(path)
     await listener.aclose()
     await _listen_unix(path).aclose()  # what a dead process left behind is taken over
+
+
+async def test_what_the_socket_takes_is_written_without_waiting(serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    write_now = Connection._write_now
+
+    def noting(self: Connection, data: memoryview) -> int:
+        count = write_now(self, data)
+        written.append((len(data), count))
+        return count
+
+    monkeypatch.setattr(Connection, "_write_now", noting)
+    async with serving() as server:
+        answer = await server.ask("POST", CHAT, {**STREAM, "max_tokens": 9})
+        assert answer.events
+    assert len(written) > 2
+    assert all(count == size for size, count in written)

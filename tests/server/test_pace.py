@@ -14,7 +14,7 @@ from trio_llm.engine.simulation import FakeModel, open_simulation
 from trio_llm.server.app import create_app
 from trio_llm.server.exchange import Exchange
 from trio_llm.server.http import SECONDS_PER_STREAM
-from trio_llm.server.openai.sse import EventStream
+from trio_llm.server.openai.sse import QUIET, EventStream
 
 INFO = ExecutorInfo(num_blocks=256, block_size=4, vocab_size=256, max_model_len=512)
 STEP = 0.01
@@ -62,13 +62,42 @@ async def test_alone_every_token_is_written_when_it_comes(autojump_clock: trio.t
 
 async def test_among_many_tokens_are_joined_and_the_end_does_not_wait(autojump_clock: trio.testing.MockClock) -> None:
     found = await writes(lambda: 0.055)
-    assert found[1][1] in ("a" * 5, "a" * 6)
+    assert found[1][1] in ("a" * 4, "a" * 5)
     assert "".join(text for _, text in found) == "a" * 20 + "."
     gaps = [round(later - sooner, 6) for (sooner, _), (later, _) in pairwise(found)]
-    assert all(gap >= 0.055 for gap in gaps[:-1])
-    assert all(gap <= 0.055 + STEP for gap in gaps)
+    assert all(gap >= QUIET * 0.055 for gap in gaps[:-1])
+    assert all(gap <= 0.055 for gap in gaps)
     # the last token came 19 steps after the first
     assert found[-1][0] <= 19 * STEP + 1e-9
+
+
+async def test_what_nothing_follows_is_written_when_it_is_due(autojump_clock: trio.testing.MockClock) -> None:
+    """A step takes longer than the quiet part of the pace, and one comes within it."""
+    executor = FakeExecutor(INFO, next_token=lambda context, index: ord("a"))
+    async with (
+        open_simulation(FakeModel(), executor=executor, seconds_per_turn=1.0) as engine,
+        Exchange("POST", "/") as exchange,
+    ):
+        await exchange.enter(engine.generate([1], max_tokens=3))
+        first = await exchange.receive()
+        began = trio.current_time()
+        assert await exchange.receive(quiet_until=began + 1.5, due=began + 1.75) != []
+        assert trio.current_time() == began + 1.75, "one token came after a second"
+        assert await exchange.receive(quiet_until=began + 9, due=began + 9) != []
+        assert trio.current_time() == began + 2, "the end waits for nothing"
+        assert first
+
+
+async def test_where_nothing_comes_waiting_ends(autojump_clock: trio.testing.MockClock) -> None:
+    executor = FakeExecutor(INFO, next_token=lambda context, index: ord("a"))
+    async with (
+        open_simulation(FakeModel(), executor=executor, seconds_per_turn=10.0) as engine,
+        Exchange("POST", "/") as exchange,
+    ):
+        await exchange.enter(engine.generate([1], max_tokens=3))
+        began = trio.current_time()
+        assert await exchange.receive(quiet_until=began + 1, due=began + 2, silent_until=began + 3) == []
+        assert trio.current_time() == began + 3
 
 
 async def test_the_pace_goes_by_how_many_are_served() -> None:

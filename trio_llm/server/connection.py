@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import ssl
 import sys
 from collections.abc import Awaitable, Callable
@@ -239,9 +240,13 @@ class Connection:
                 await self._idle.stop()
 
     async def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        if not self._send_lock.locked():
+            view = view[self._write_now(view) :]
+            if not view:
+                return
         async with self._send_lock:
             taken = False
-            view = memoryview(data)
             try:
                 with trio.move_on_after(self.write_timeout) as deadline:
                     for start in range(0, len(view), WRITE_SIZE):
@@ -258,6 +263,18 @@ class Connection:
                     self._socket.close()
         if not taken:
             await self._protocol.handle(Closed())
+
+    def _write_now(self, data: memoryview) -> int:
+        """Write what the socket takes at once, mostly all of it; gives how much that is.
+
+        It needs no deadline, and to wait for nothing costs more than the write itself: a stream has many small ones.
+        """
+        if sys.platform == "win32" or isinstance(self.stream, trio.SSLStream):
+            return 0
+        try:
+            return os.write(self._socket.fileno(), data)
+        except OSError:
+            return 0  # full, or broken: the next that writes will see
 
     async def _begin_close(self) -> None:
         """Say that nothing more comes; listen on a little if the peer is still sending its request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 from collections.abc import Awaitable, Callable
 from types import TracebackType
@@ -61,7 +62,12 @@ class Exchange:
     _stack: contextlib.AsyncExitStack = attrs.field(factory=contextlib.AsyncExitStack, init=False)
     _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
     _arrived: trio.Event = attrs.field(factory=trio.Event, init=False)
-    _complete: trio.Event = attrs.field(factory=trio.Event, init=False)
+    _has_news: bool = attrs.field(default=False, init=False)
+    """Something has come since the last time that all was taken."""
+    _quiet_until: float = attrs.field(default=-math.inf, init=False)
+    _due: float = attrs.field(default=math.inf, init=False)
+    _wait: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
+    """Around the wait for something to come."""
 
     async def __aenter__(self) -> Self:
         await self._stack.__aenter__()
@@ -103,46 +109,64 @@ class Exchange:
         assert self.failure is not None
         raise self.failure
 
-    async def receive(self) -> list[tuple[int, Delta]]:
+    async def receive(
+        self, *, quiet_until: float = -math.inf, due: float = math.inf, silent_until: float = math.inf
+    ) -> list[tuple[int, Delta]]:
         """Wait until something has come of any generation, and take all that is there.
 
-        Being cancelled here loses nothing.
+        Being cancelled here loses nothing.  All times are of Trio's clock.
+
+        Args:
+            quiet_until: before that nothing is taken but the end, so that what comes is joined by what follows.
+            due: what has come is taken then, whether it is followed by something or not.
+            silent_until: for how long to wait where nothing comes.
 
         Returns:
-            Deltas, each with the place of its generation.
+            Deltas, each with the place of its generation; none if nothing has come.
 
         Raises:
             TrioLLMError: a generation failed and all that it made before was taken, or the server
                 ended the exchange.
         """
-        while True:
-            deltas = [
-                (place, delta) for place, generation in enumerate(self.generations) for delta in generation.drain()
-            ]
-            if self.failure is not None:
-                raise self.failure
-            if deltas:
-                if self.first_token is None:
-                    self.first_token = trio.current_time()
-                return deltas
-            for generation in self.generations:
-                if generation.failure is not None:
-                    self.explain(generation.failure)
-                    raise generation.failure from generation.failure.__cause__
-            if all(choice.finish_reason for generation in self.generations for choice in generation.choices):
-                raise RequestFailed("the generation ended early")
-            await self._arrived.wait()
-            self._arrived = trio.Event()
+        self._quiet_until, self._due = quiet_until, due
+        with trio.CancelScope(deadline=due if self._has_news else silent_until) as self._wait:
+            while True:
+                if not self._is_quiet() and (deltas := self._take()):
+                    return deltas
+                await self._arrived.wait()
+                self._arrived = trio.Event()
+        return self._take()
 
-    async def rest(self, until: float) -> None:
-        """Let things arrive until a time on Trio's clock, or until nothing more will come."""
-        with trio.move_on_at(until):
-            await self._complete.wait()
+    def _take(self) -> list[tuple[int, Delta]]:
+        self._has_news = False
+        deltas = [(place, delta) for place, generation in enumerate(self.generations) for delta in generation.drain()]
+        if self.failure is not None:
+            raise self.failure
+        if deltas:
+            if self.first_token is None:
+                self.first_token = trio.current_time()
+            return deltas
+        for generation in self.generations:
+            if generation.failure is not None:
+                self.explain(generation.failure)
+                raise generation.failure from generation.failure.__cause__
+        if self._is_over():
+            raise RequestFailed("the generation ended early")
+        return deltas
+
+    def _is_over(self) -> bool:
+        return all(choice.finish_reason for generation in self.generations for choice in generation.choices)
+
+    def _is_quiet(self) -> bool:
+        return trio.current_time() < self._quiet_until and not self._is_over()
 
     def _note_arrival(self) -> None:
-        self._arrived.set()
-        if all(choice.finish_reason for generation in self.generations for choice in generation.choices):
-            self._complete.set()
+        self._has_news = True
+        if self._is_quiet():
+            # to wake nobody costs nothing; should nothing follow, there is a time for that
+            self._wait.deadline = min(self._wait.deadline, self._due)
+        else:
+            self._arrived.set()
 
     def abandon(self) -> None:
         """The client is gone: take its generations out of the engine at once."""

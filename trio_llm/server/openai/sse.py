@@ -21,6 +21,10 @@ from trio_llm.server.exchange import Exchange
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
+QUIET = 0.7
+"""The part of the time between two writes in which what comes is left to be joined by more.  What comes in
+the rest of it is written with all that came before, so that no timer is needed where there is always more."""
+
 
 class Writer(Protocol):
     """How an endpoint spells what comes; each method gives complete events, or nothing."""
@@ -54,7 +58,7 @@ class EventStream(ResponseBody):
         writer: the endpoint's spelling.
         keep_alive: seconds of silence after which a comment is sent.
         first: the deltas that were waited for before the status line went out; None if none came in time.
-        pace: seconds that are to pass between two writes, as things stand.
+        pace: seconds between two writes at most, as things stand, while something comes.
     """
 
     def __init__(
@@ -107,21 +111,16 @@ class EventStream(ResponseBody):
             return self._writer.failure(error)
 
     async def _next(self) -> bytes:
-        if pace := self._pace():
-            await self._exchange.rest(self._written + pace)
-        events = await self._receive()
-        self._written = trio.current_time()
-        return events
-
-    async def _receive(self) -> bytes:
+        pace = self._pace()
         silent_until = trio.current_time() + self._keep_alive
         while True:
-            deltas: list[tuple[int, Delta]] | None = None
-            with trio.move_on_at(silent_until):
-                deltas = await self._exchange.receive()
-            if deltas is None:
+            deltas = await self._exchange.receive(
+                quiet_until=self._written + QUIET * pace, due=self._written + pace, silent_until=silent_until
+            )
+            if not deltas:
                 return KEEP_ALIVE
             if events := self._encode(deltas):
+                self._written = trio.current_time()
                 return events
 
     def _encode(self, arrived: Iterable[tuple[int, Delta]]) -> bytes:
