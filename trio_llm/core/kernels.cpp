@@ -918,10 +918,6 @@ void trio_llm_linear(const Linear* layer, const float* x, int64_t stride, int64_
     }
 }
 
-void trio_llm_rms_norm(const float* x, const float* weight, int64_t width, int64_t count, float eps, float* out) {
-    for (int64_t row = 0; row < count; row++) rms_norm(x + row * width, weight, width, eps, out + row * width);
-}
-
 void trio_llm_attend(const Pages* pages, const Spans* spans, const Heads* queries, const Heads* keys, const Heads* values,
                      const Attention* how, float* out, int threads) {
 #pragma omp parallel num_threads(threads)
