@@ -7,7 +7,7 @@ byte-fallback tokens) is found out once, by `TokenDecoder`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from trio_llm.prompt.vocabulary import special_token_ids
@@ -32,7 +32,7 @@ class TokenDecoder:
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True, keep: Collection[int] = ()) -> None:
-        self._decode = tokenizer.decode
+        self._decode = _decode_of(tokenizer)
         self._skip_special_tokens = skip_special_tokens
         special = special_token_ids(tokenizer)
         self.vanishing_ids = frozenset(token for token in special if self.decode([token]) == "").difference(keep)
@@ -69,6 +69,18 @@ class TokenDecoder:
         character = "€"
         works = self.decode([ids[byte] for byte in character.encode()]) == character
         return frozenset(ids) if works else frozenset()
+
+
+def _decode_of(tokenizer: Any) -> Callable[..., str]:
+    """The tokenizer's decode, or the one that it calls where it does nothing else: that takes a third of the time."""
+    kind = type(tokenizer)
+    adds_nothing = (
+        getattr(tokenizer, "clean_up_tokenization_spaces", True) is False
+        and getattr(kind.decode, "__qualname__", "") == "PreTrainedTokenizerBase.decode"
+        and getattr(getattr(kind, "_decode", None), "__qualname__", "") == "TokenizersBackend._decode"
+    )
+    decode: Callable[..., str] = tokenizer.backend_tokenizer.decode if adds_nothing else tokenizer.decode
+    return decode
 
 
 class Detokenizer:

@@ -158,7 +158,9 @@ class Exchange:
         return all(choice.finish_reason for generation in self.generations for choice in generation.choices)
 
     def _is_quiet(self) -> bool:
-        return trio.current_time() < self._quiet_until and not self._is_over()
+        # to ask for the time takes as long as all else here, and a stream that is alone is never quiet
+        has_pace = self._quiet_until > -math.inf
+        return has_pace and trio.current_time() < self._quiet_until and not self._is_over()
 
     def _note_arrival(self) -> None:
         self._has_news = True

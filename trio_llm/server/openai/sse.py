@@ -112,15 +112,16 @@ class EventStream(ResponseBody):
 
     async def _next(self) -> bytes:
         pace = self._pace()
+        quiet_until = self._written + QUIET * pace if pace else -math.inf
+        due = self._written + pace if pace else math.inf
         silent_until = trio.current_time() + self._keep_alive
         while True:
-            deltas = await self._exchange.receive(
-                quiet_until=self._written + QUIET * pace, due=self._written + pace, silent_until=silent_until
-            )
+            deltas = await self._exchange.receive(quiet_until=quiet_until, due=due, silent_until=silent_until)
             if not deltas:
                 return KEEP_ALIVE
             if events := self._encode(deltas):
-                self._written = trio.current_time()
+                if pace:
+                    self._written = trio.current_time()
                 return events
 
     def _encode(self, arrived: Iterable[tuple[int, Delta]]) -> bytes:
