@@ -121,6 +121,8 @@ class Generation:
         self._tracks: list[Track] = []
         self._send: trio.MemorySendChannel[Delta] | None = None
         self._receive: trio.MemoryReceiveChannel[Delta] | None = None
+        self._num_waiting = 0
+        """Deltas in the channel."""
         self._admitted_at = 0.0
         self._started_at = 0.0
         self._first_token_at = 0.0
@@ -199,15 +201,15 @@ class Generation:
     def drain(self) -> list[Delta]:
         """Everything that has arrived, without waiting; empty if nothing has."""
         deltas: list[Delta] = []
-        if self._receive is None:
-            return deltas
-        while True:
+        # counted, as to find the channel empty is an exception, which costs more than all else here
+        while self._num_waiting and self._receive is not None:
             try:
                 delta = self._receive.receive_nowait()
-            except (trio.WouldBlock, trio.EndOfChannel):
-                return deltas
+            except trio.WouldBlock:  # it is on its way to somebody who waits for it
+                break
             self._take(delta)
             deltas.append(delta)
+        return deltas
 
     def abort(self) -> None:
         """End the request now; idempotent, never waits, and may be called from any task.
@@ -304,9 +306,14 @@ class Generation:
         track.num_ahead += len(delta.token_ids)
         if track.num_ahead >= self._engine.settings.credit_window and self._full_since is None:
             self._full_since = trio.current_time()
-        self._send.send_nowait(delta)
+        self._put(delta)
         if self.on_arrival is not None:
             self.on_arrival()
+
+    def _put(self, delta: Delta) -> None:
+        assert self._send is not None
+        self._send.send_nowait(delta)
+        self._num_waiting += 1
 
     def _time(self, track: Track) -> None:
         now = self._last_token_at = self._engine._worker.clock()
@@ -322,6 +329,7 @@ class Generation:
 
     def _take(self, delta: Delta) -> None:
         """The reader has the delta: give credit for it."""
+        self._num_waiting -= 1
         if not delta.token_ids:
             return
         track = self._tracks[delta.index]
@@ -364,7 +372,7 @@ class Generation:
             delta = Delta(choice.index, self._last_words(choice), (), reason)
             choice.extend(delta)
             if failure is None:
-                self._send.send_nowait(delta)
+                self._put(delta)
         self._send.close()
         if self.on_arrival is not None:
             self.on_arrival()
