@@ -5,12 +5,15 @@ Names and bucket edges are vLLM's, under our prefix, so that dashboards can be m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 import attrs
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from trio_llm.engine.embedding import Embedder
 from trio_llm.engine.engine import Engine
@@ -29,12 +32,30 @@ _INTER_TOKEN_BUCKETS = (
 )
 
 
+class _Latencies:
+    """A histogram of seconds.  Every token is observed, and prometheus_client's takes longer over it than its decoding."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Put the counts, each with those below it, into what is scraped."""
+        edges = [*map(floatToGoString, self._bounds), "+Inf"]
+        family.add_metric(labels, [*zip(edges, accumulate(self._counts), strict=True)], self._sum)
+
+
 @attrs.frozen(eq=False)
 class _Observer:
-    """Feeds one engine's events into the histograms."""
+    """Feeds one engine's events into its histograms."""
 
-    to_first: Histogram
-    between: Histogram
+    to_first: _Latencies = attrs.field(factory=lambda: _Latencies(_FIRST_TOKEN_BUCKETS))
+    between: _Latencies = attrs.field(factory=lambda: _Latencies(_INTER_TOKEN_BUCKETS))
 
     def first_token(self, seconds: float) -> None:
         self.to_first.observe(seconds)
@@ -55,30 +76,17 @@ class Metrics(Collector):
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._observers: dict[str, _Observer] = {}
+        """By the name of the engine."""
         self._observed: set[int] = set()
         self._prometheus = CollectorRegistry()
         self._prometheus.register(self)
-        self._to_first = Histogram(
-            PREFIX + "time_to_first_token_seconds",
-            "Seconds from a request's admission to its first token.",
-            [_LABEL],
-            registry=self._prometheus,
-            buckets=_FIRST_TOKEN_BUCKETS,
-        )
-        self._between = Histogram(
-            PREFIX + "inter_token_latency_seconds",
-            "Seconds between the tokens of a choice.",
-            [_LABEL],
-            registry=self._prometheus,
-            buckets=_INTER_TOKEN_BUCKETS,
-        )
 
     def observe(self, engine: Engine | Embedder) -> None:
         """Feed the histograms from an engine; idempotent."""
         if id(engine) not in self._observed:
             self._observed.add(id(engine))
-            name = self._name(engine)
-            engine.observers.append(_Observer(self._to_first.labels(name), self._between.labels(name)))
+            engine.observers.append(self._observers.setdefault(self._name(engine), _Observer()))
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -138,3 +146,15 @@ class Metrics(Collector):
                 success.add_metric([*labels, reason], count)
         yield from (running, waiting, usage, preemptions, queries, hits, drafts, drafted, agreed)
         yield from (prompt, generation, wasted, success)
+        to_first = HistogramMetricFamily(
+            PREFIX + "time_to_first_token_seconds",
+            "Seconds from a request's admission to its first token.",
+            labels=[_LABEL],
+        )
+        between = HistogramMetricFamily(
+            PREFIX + "inter_token_latency_seconds", "Seconds between the tokens of a choice.", labels=[_LABEL]
+        )
+        for name, observer in self._observers.items():
+            observer.to_first.add_to(to_first, [name])
+            observer.between.add_to(between, [name])
+        yield from (to_first, between)
