@@ -112,13 +112,10 @@ def _paged(loaded: LoadedModel, settings: EngineSettings, *, beside: PagedModel 
 def _allocate(
     loaded: LoadedModel, settings: EngineSettings, model: PagedModel, num_blocks: int, max_model_len: int
 ) -> None:
-    if model.kv_dtype is not model.dtype:  # what rounds keys and values would hide small faults from the probe
-        model.allocate(num_probe_blocks(model.backend.block_size), model.dtype)
-        model.probe()
-        model.allocate(num_blocks)
-    else:
-        model.allocate(num_blocks)
-        model.probe()
+    # not in kv_dtype: what rounds keys and values would hide small faults from the probe
+    model.allocate(num_probe_blocks(model.backend.block_size), model.dtype)
+    model.probe()
+    model.allocate(num_blocks)
     kernels = _kernels(loaded, settings)
     if settings.quantization == "int8" or (_is_to_be_int8(loaded, settings) and kernels is not None):
         # after the probe, which could be stricter: in 8 bits a small difference may round a number the other way

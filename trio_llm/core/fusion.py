@@ -101,6 +101,8 @@ def fuse(model: nn.Module, forward: Callable[[], object]) -> int:
         last[:] = own, rotation
 
     found = {layer: decoder for layer in model.modules() if (decoder := _decoder(layer)) is not None}
+    if not found:
+        return 0
     hooks = [layer.register_forward_hook(prove, with_kwargs=True) for layer in found]
     try:
         forward()

@@ -7,6 +7,8 @@ other rows, in either format.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -73,10 +75,12 @@ def pack(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> int:
     return count
 
 
-def packable(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Linear]]]:
-    """The linear layers of a model that are in float32 on the CPU, by their parents and names."""
-    found = []
-    for parent in model.modules():
+def packable(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, nn.Linear]]]:
+    """The linear layers of a model that are in float32 on the CPU, by their parents and names.
+
+    They may be replaced meanwhile; no others are held, so that weights are not in memory twice.
+    """
+    for parent in [module for module in model.modules() if not isinstance(module, nn.Linear)]:
         linears = {
             name: child
             for name, child in parent.named_children()
@@ -86,8 +90,7 @@ def packable(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Linear]]]:
             and child.weight.device.type == "cpu"
         }
         if linears:
-            found.append((parent, linears))
-    return found
+            yield parent, linears
 
 
 def _families(linears: dict[str, nn.Linear]) -> list[tuple[str, ...]]:
