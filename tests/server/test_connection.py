@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -269,3 +270,17 @@ async def test_what_the_socket_takes_is_written_without_waiting(serving, monkeyp
         assert answer.events
     assert len(written) > 2
     assert all(count == size for size, count in written)
+
+
+async def test_a_write_that_is_cut_off_in_the_middle_ends_the_connection() -> None:
+    ours, theirs = trio.socket.socketpair()
+    connection = Connection(None, None, None, 60, trio.SocketStream(ours))
+    connection._protocol = SimpleNamespace(broken=False)
+    with theirs, trio.CancelScope() as scope:
+        scope.cancel()
+        await connection._write(b"few bytes")
+        assert not connection._protocol.broken, "they went out without waiting"
+        await connection._write(bytes(10_000_000))
+    assert scope.cancelled_caught
+    assert connection._protocol.broken
+    assert ours.fileno() == -1

@@ -240,27 +240,22 @@ class Connection:
                 await self._idle.stop()
 
     async def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        if not self._send_lock.locked():
+        if self._send_lock.locked():
+            await self._send_lock.acquire()
+        else:
+            self._send_lock.acquire_nowait()  # a write that needs no waiting gives nobody a turn
+        taken = False
+        try:
+            view = memoryview(data)
             view = view[self._write_now(view) :]
-            if not view:
-                return
-        async with self._send_lock:
-            taken = False
-            try:
-                with trio.move_on_after(self.write_timeout) as deadline:
-                    for start in range(0, len(view), WRITE_SIZE):
-                        deadline.deadline = trio.current_time() + self.write_timeout
-                        await self.stream.send_all(view[start : start + WRITE_SIZE])
-                    taken = True
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass
-            finally:
-                if not taken:
-                    # half a message may be out: the connection is of no more use.  Closing the
-                    # socket ends the reader, which tells the request that its client is gone
-                    self._protocol.broken = True
-                    self._socket.close()
+            taken = not view or await self._write_slowly(view)
+        finally:
+            self._send_lock.release()
+            if not taken:
+                # half a message may be out: the connection is of no more use.  Closing the
+                # socket ends the reader, which tells the request that its client is gone
+                self._protocol.broken = True
+                self._socket.close()
         if not taken:
             await self._protocol.handle(Closed())
 
@@ -275,6 +270,18 @@ class Connection:
             return os.write(self._socket.fileno(), data)
         except OSError:
             return 0  # full, or broken: the next that writes will see
+
+    async def _write_slowly(self, data: memoryview) -> bool:
+        """Write as the peer takes it; whether it took all."""
+        with (
+            contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError),
+            trio.move_on_after(self.write_timeout) as deadline,
+        ):
+            for start in range(0, len(data), WRITE_SIZE):
+                deadline.deadline = trio.current_time() + self.write_timeout
+                await self.stream.send_all(data[start : start + WRITE_SIZE])
+            return True
+        return False
 
     async def _begin_close(self) -> None:
         """Say that nothing more comes; listen on a little if the peer is still sending its request."""
