@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 
+def noted_prompts(executor, model):
+    """The list to which the text of each prompt that an executor is given is added."""
+    prompts = []
+    admit = executor.admit
+
+    def telling(sequence_id, task):
+        prompts.append(model.tokenizer.decode(list(task.prompt_token_ids)))
+        admit(sequence_id, task)
+
+    executor.admit = telling
+    return prompts
+
+
 def differ(one, other):
     """A row: two requests give two texts."""
 

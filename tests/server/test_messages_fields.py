@@ -7,6 +7,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+from tests.server.rows import noted_prompts
 from tests.server.scripted import CALLING, random_model, saying
 from trio_llm.server.anthropic import compatibility, fields, wire
 from trio_llm.server.openai import limits
@@ -187,14 +188,7 @@ DIFFERENT |= {f"messages[].content[].{name}": pair for name, pair in BLOCKS.item
 
 async def test_what_is_supported_does_something(serving):
     executor, model = random_model(template=TEMPLATE)
-    prompts = []
-    admit = executor.admit
-
-    def telling(sequence_id, task):
-        prompts.append(model.tokenizer.decode(list(task.prompt_token_ids)))
-        admit(sequence_id, task)
-
-    executor.admit = telling
+    prompts = noted_prompts(executor, model)
     async with serving(executor=executor, model=model) as server:
         client = await server.connect()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
 
@@ -39,14 +40,21 @@ class Words:
         return b"!"
 
 
-async def writes(pace, *, tokens=20):
-    """(time since the first, text) of each write of a stream whose engine makes a token every STEP."""
+@asynccontextmanager
+async def exchange_of(tokens, *, step):
+    """An exchange whose engine makes so many tokens, one every `step` seconds."""
     executor = FakeExecutor(INFO, next_token=lambda context, index: ord("a"))
     async with (
-        open_simulation(FakeModel(), executor=executor, seconds_per_turn=STEP) as engine,
+        open_simulation(FakeModel(), executor=executor, seconds_per_turn=step) as engine,
         Exchange("POST", "/") as exchange,
     ):
         await exchange.enter(engine.generate([1], max_tokens=tokens))
+        yield exchange
+
+
+async def writes(pace, *, tokens=20):
+    """(time since the first, text) of each write of a stream whose engine makes a token every STEP."""
+    async with exchange_of(tokens, step=STEP) as exchange:
         first = await exchange.receive()
         async with EventStream(exchange, Words(), keep_alive=15, first=first, pace=pace) as stream:
             found = [(trio.current_time(), text.decode()) async for text in stream]
@@ -73,12 +81,7 @@ async def test_among_many_tokens_are_joined_and_the_end_does_not_wait(autojump_c
 
 async def test_what_nothing_follows_is_written_when_it_is_due(autojump_clock: trio.testing.MockClock) -> None:
     """A step takes longer than the quiet part of the pace, and one comes within it."""
-    executor = FakeExecutor(INFO, next_token=lambda context, index: ord("a"))
-    async with (
-        open_simulation(FakeModel(), executor=executor, seconds_per_turn=1.0) as engine,
-        Exchange("POST", "/") as exchange,
-    ):
-        await exchange.enter(engine.generate([1], max_tokens=3))
+    async with exchange_of(3, step=1.0) as exchange:
         first = await exchange.receive()
         began = trio.current_time()
         assert await exchange.receive(quiet_until=began + 1.5, due=began + 1.75) != []
@@ -89,12 +92,7 @@ async def test_what_nothing_follows_is_written_when_it_is_due(autojump_clock: tr
 
 
 async def test_where_nothing_comes_waiting_ends(autojump_clock: trio.testing.MockClock) -> None:
-    executor = FakeExecutor(INFO, next_token=lambda context, index: ord("a"))
-    async with (
-        open_simulation(FakeModel(), executor=executor, seconds_per_turn=10.0) as engine,
-        Exchange("POST", "/") as exchange,
-    ):
-        await exchange.enter(engine.generate([1], max_tokens=3))
+    async with exchange_of(3, step=10.0) as exchange:
         began = trio.current_time()
         assert await exchange.receive(quiet_until=began + 1, due=began + 2, silent_until=began + 3) == []
         assert trio.current_time() == began + 3

@@ -6,7 +6,7 @@ import json
 
 import attrs
 
-from tests.server.rows import agree, differ
+from tests.server.rows import agree, differ, noted_prompts
 from tests.server.scripted import CALLING, random_model
 from trio_llm.server.openai import compatibility
 
@@ -192,14 +192,7 @@ ELSEWHERE = {"priority"}  # what it does is chat completions' affair
 
 async def test_supported(serving):
     executor, model = random_model(template=TEMPLATE)
-    prompts = []
-    admit = executor.admit
-
-    def telling(sequence_id, task):
-        prompts.append(model.tokenizer.decode(list(task.prompt_token_ids)))
-        admit(sequence_id, task)
-
-    executor.admit = telling
+    prompts = noted_prompts(executor, model)
     async with serving(executor=executor, model=model) as server:
         ask = Asking(await server.connect(), prompts)
         for name, check in ROWS.items():

@@ -119,7 +119,7 @@ def _client_request_id(headers: Any) -> str | None:
 
 
 SECONDS_PER_STREAM = 0.0035
-"""By which each further request lengthens the time between two writes of a stream: a write takes about 0.2 ms."""
+"""By which each further request lengthens the time between two writes of a stream."""
 
 
 class App(QuartTrio):
