@@ -266,7 +266,7 @@ async def test_what_the_socket_takes_is_written_without_waiting(serving, monkeyp
 
     monkeypatch.setattr(Connection, "_write_now", noting)
     async with serving() as server:
-        answer = await server.ask("POST", CHAT, {**STREAM, "max_tokens": 9})
+        answer = await server.ask("POST", CHAT, {**STREAM, "max_tokens": 900})
         assert answer.events
     assert len(written) > 2
     assert all(count == size for size, count in written)

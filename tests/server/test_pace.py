@@ -79,6 +79,17 @@ async def test_among_many_tokens_are_joined_and_the_end_does_not_wait(autojump_c
     assert found[-1][0] <= 19 * STEP + 1e-9
 
 
+async def test_the_last_that_comes_in_time_is_waited_for(autojump_clock: trio.testing.MockClock) -> None:
+    """Once it is known how often one comes."""
+    found = await writes(lambda: 0.0925, tokens=60)
+    assert {text for _, text in found[2:-1]} == {"a" * 9}
+
+
+async def test_what_comes_seldom_is_written_at_once(autojump_clock: trio.testing.MockClock) -> None:
+    found = await writes(lambda: 0.9 * STEP)
+    assert [round(later - sooner, 6) for (sooner, _), (later, _) in pairwise(found)] == [STEP] * 19
+
+
 async def test_what_nothing_follows_is_written_when_it_is_due(autojump_clock: trio.testing.MockClock) -> None:
     """A step takes longer than the quiet part of the pace, and one comes within it."""
     async with exchange_of(3, step=1.0) as exchange:

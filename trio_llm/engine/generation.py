@@ -238,6 +238,11 @@ class Generation:
         return Usage(len(self.prompt_token_ids), completion_tokens, self._cached_tokens)
 
     @property
+    def is_over(self) -> bool:
+        """Whether every choice has ended; there may still be something to drain."""
+        return self._ended
+
+    @property
     def failure(self) -> TrioLLMError | None:
         """What iterating raises after all that was made before, once that is known."""
         return self._failure

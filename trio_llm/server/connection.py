@@ -10,6 +10,7 @@ What differs from Hypercorn's own server, and why:
 * HTTP/1.1 only.  Hypercorn cannot turn cleartext HTTP/2 off, and its HTTP/2 has no back-pressure;
   a WebSocket upgrade is an ordinary GET.
 * What the HTTP parser refuses gets an error body like every other failure.
+* Few writes: the head of an answer goes out with the first of its body, and the last of it with its end.
 
 This leans on private parts of Hypercorn, hence the pin of its minor version.
 """
@@ -33,9 +34,12 @@ import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData, Updated
-from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.events import Request, Response
+from hypercorn.protocol.h11 import STREAM_ID, H11Protocol
+from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.trio.task_group import TaskGroup
-from hypercorn.trio.worker_context import EventWrapper, TrioSingleTask, WorkerContext
+from hypercorn.trio.worker_context import EventWrapper, WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
@@ -98,9 +102,22 @@ class _ReadingPause(EventWrapper):
             raise PeerGone
 
 
+class _HTTPStream(HTTPStream):
+    """Knows which piece of a body is the last before it is written."""
+
+    is_last = False
+
+    async def app_send(self, message: Any) -> None:
+        self.is_last = message is not None and not message.get("more_body", False)
+        await super().app_send(message)
+
+
 class _HTTP1Protocol(H11Protocol):
+    stream: _HTTPStream | None
     broken = False
     """A message was cut off in the middle; whatever is said after that is lost, and no error."""
+    held = b""
+    """Of the message, what is to be written together with what follows at once."""
 
     async def handle(self, event: Event) -> None:
         try:
@@ -109,28 +126,62 @@ class _HTTP1Protocol(H11Protocol):
             await self._send_error_response(error.error_status_hint)
             await self.send(Closed())
 
+    async def stream_send(self, event: StreamEvent) -> None:
+        if isinstance(event, Response) and event.status_code >= 200:
+            headers = [*event.headers, *self.config.response_headers("h11")]
+            if self.keep_alive_requests >= self.config.keep_alive_max_requests:
+                headers.append((b"connection", b"close"))
+            status = event.status_code
+            await self._send_h11_event(h11.Response(status_code=status, headers=headers, reason=_reason_phrase(status)))
+        else:
+            await super().stream_send(event)
+
     async def _send_h11_event(self, event: Any) -> None:
-        if isinstance(event, h11.Response) and not event.reason:
-            event = h11.Response(
-                status_code=event.status_code, headers=event.headers, reason=_reason_phrase(event.status_code)
-            )
         try:
-            await super()._send_h11_event(event)
+            data = self.connection.send(event)
         except h11.LocalProtocolError:
-            if not self.broken:
+            if not self.broken and self.connection.their_state is not h11.ERROR:
                 raise
+            return
+        if self.held:
+            data, self.held = self.held + data, b""
+        if type(event) is h11.Response or (type(event) is h11.Data and self._ends_with_it()):
+            self.held = data
+        elif data:
+            await self.send(RawData(data=data))
+
+    def _ends_with_it(self) -> bool:
+        """Whether what the application says now is the last of its answer."""
+        return self.stream is not None and self.stream.is_last
 
     async def _check_protocol(self, event: h11.Request) -> None:
         if event.http_version not in (b"1.0", b"1.1"):
             raise h11.RemoteProtocolError("only HTTP/1.1 is spoken here", error_status_hint=505)
 
     async def _create_stream(self, request: h11.Request) -> None:
-        headers = [(name, value) for name, value in request.headers.raw_items() if name.lower() != b"upgrade"]
-        await super()._create_stream(
-            h11.Request(
-                method=request.method, target=request.target, headers=headers, http_version=request.http_version
+        # Hypercorn's makes WebSockets, too
+        self.stream = _HTTPStream(
+            self.app,
+            self.config,
+            self.context,
+            self.task_group,
+            self.ssl,
+            self.client,
+            self.server,
+            self.stream_send,
+            STREAM_ID,
+        )
+        await self.stream.handle(
+            Request(
+                stream_id=STREAM_ID,
+                headers=list(request.headers),
+                http_version=request.http_version.decode(),
+                method=request.method.decode("ascii").upper(),
+                raw_path=request.target,
+                state=self.connection_state,
             )
         )
+        self.keep_alive_requests += 1
 
     async def _send_error_response(self, status_code: int) -> None:
         error = sys.exception()  # always called by the one who caught it
@@ -140,8 +191,13 @@ class _HTTP1Protocol(H11Protocol):
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]
-        response = h11.Response(status_code=status_code, headers=[*headers, *self.config.response_headers("h11")])
-        await self._send_h11_event(response)
+        await self._send_h11_event(
+            h11.Response(
+                status_code=status_code,
+                headers=[*headers, *self.config.response_headers("h11")],
+                reason=_reason_phrase(status_code),
+            )
+        )
         await self._send_h11_event(h11.Data(data=body))
         await self._send_h11_event(h11.EndOfMessage())
 
@@ -162,11 +218,15 @@ class Connection:
     write_timeout: float
     stream: trio.SocketStream | trio.SSLStream[trio.SocketStream]
     _send_lock: trio.Lock = attrs.field(factory=trio.Lock, init=False)
-    _idle: TrioSingleTask = attrs.field(factory=TrioSingleTask, init=False)
+    _is_idle: bool = attrs.field(default=False, init=False)
     _reading: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
+    _serving: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
     _closing: bool = attrs.field(default=False, init=False)
     _tasks: TaskGroup = attrs.field(factory=TaskGroup, init=False)
     _protocol: _HTTP1Protocol = attrs.field(init=False)
+    _socket: trio.socket.SocketType = attrs.field(init=False)
+    _has_to_wait: bool = attrs.field(init=False)
+    """Its socket cannot be written to directly."""
 
     async def run(self) -> None:
         """Serve the connection to its end.  What fails inside is logged here and ends nothing else."""
@@ -177,9 +237,9 @@ class Connection:
         except* Exception:
             logger.exception("a connection failed")
 
-    @property
-    def _socket(self) -> trio.socket.SocketType:
-        return (self.stream.transport_stream if isinstance(self.stream, trio.SSLStream) else self.stream).socket
+    def __attrs_post_init__(self) -> None:
+        self._socket = (self.stream.transport_stream if isinstance(self.stream, trio.SSLStream) else self.stream).socket
+        self._has_to_wait = isinstance(self.stream, trio.SSLStream) or sys.platform == "win32"
 
     async def _serve(self) -> None:
         socket = self._socket
@@ -206,14 +266,15 @@ class Connection:
                 self._send,
             )
             self._protocol.can_read = _ReadingPause(self.stream, self._protocol)
-            await self._idle.restart(self._tasks, self._close_when_idle)
+            self._tasks.spawn(self._leave_when_told)
+            self._set_idle(True)
             try:
                 with self._reading:
                     await self._read()
             except PeerGone:
                 pass
             await self._protocol.handle(Closed())
-            await self._idle.stop()
+            self._serving.cancel(reason="the connection is closed")
 
     async def _read(self) -> None:
         while True:
@@ -234,21 +295,21 @@ class Connection:
             await self._begin_close()
             await self._protocol.handle(Closed())
         elif isinstance(event, Updated):
-            if event.idle:
-                await self._idle.restart(self._tasks, self._close_when_idle)
-            else:
-                await self._idle.stop()
+            self._set_idle(event.idle)
 
     async def _write(self, data: bytes) -> None:
+        view = memoryview(data)
         if self._send_lock.locked():
             await self._send_lock.acquire()
         else:
-            self._send_lock.acquire_nowait()  # a write that needs no waiting gives nobody a turn
+            # needs no lock, as it gives nobody a turn
+            view = view[self._write_now(view) :]
+            if not view:
+                return
+            self._send_lock.acquire_nowait()
         taken = False
         try:
-            view = memoryview(data)
-            view = view[self._write_now(view) :]
-            taken = not view or await self._write_slowly(view)
+            taken = await self._write_slowly(view)
         finally:
             self._send_lock.release()
             if not taken:
@@ -264,7 +325,7 @@ class Connection:
 
         It needs no deadline, and to wait for nothing costs more than the write itself: a stream has many small ones.
         """
-        if sys.platform == "win32" or isinstance(self.stream, trio.SSLStream):
+        if self._has_to_wait:
             return 0
         try:
             return os.write(self._socket.fileno(), data)
@@ -296,10 +357,18 @@ class Connection:
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
             pass
 
-    async def _close_when_idle(self) -> None:
-        with trio.move_on_after(self.config.keep_alive_timeout):
+    def _set_idle(self, is_idle: bool) -> None:
+        """No request is under way, or one is: a peer that is silent between two is let go after a while."""
+        self._is_idle = is_idle
+        if not self._closing:
+            timeout = self.config.keep_alive_timeout if is_idle else math.inf
+            self._reading.deadline = trio.current_time() + timeout
+
+    async def _leave_when_told(self) -> None:
+        with self._serving:
             await self.context.terminated.wait()
-        await self._begin_close()
+            if self._is_idle:  # else the end of its request does it
+                self._reading.cancel(reason="no more connections")
 
 
 async def serve_connections(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import math
 import secrets
 from collections.abc import Awaitable, Callable
@@ -19,9 +21,13 @@ from trio_llm.errors import RequestFailed, TrioLLMError
 T = TypeVar("T")
 
 
+_secret = secrets.token_bytes(32)
+_numbers = itertools.count()
+
+
 def new_request_id() -> str:
-    """An id that no client can guess or choose."""
-    return secrets.token_hex(12)
+    """An id that no client can guess or choose: a keyed hash of a number, as the system takes long over random bytes."""
+    return hashlib.blake2b(next(_numbers).to_bytes(8), key=_secret, digest_size=12).hexdigest()
 
 
 def _as_it_is(error: TrioLLMError) -> None:
@@ -59,6 +65,8 @@ class Exchange:
     """Of a request that has no generation."""
     status: int | None = None
     client_gone: bool = False
+    said_all: bool = False
+    """The piece of a stream that is written now is its last."""
     _stack: contextlib.AsyncExitStack = attrs.field(factory=contextlib.AsyncExitStack, init=False)
     _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
     _arrived: trio.Event = attrs.field(factory=trio.Event, init=False)
@@ -155,20 +163,20 @@ class Exchange:
         return deltas
 
     def _is_over(self) -> bool:
-        return all(choice.finish_reason for generation in self.generations for choice in generation.choices)
+        return all(generation.is_over for generation in self.generations)
 
     def _is_quiet(self) -> bool:
         # to ask for the time takes as long as all else here, and a stream that is alone is never quiet
         has_pace = self._quiet_until > -math.inf
-        return has_pace and trio.current_time() < self._quiet_until and not self._is_over()
+        return has_pace and not self._is_over() and trio.current_time() < self._quiet_until
 
     def _note_arrival(self) -> None:
-        self._has_news = True
-        if self._is_quiet():
+        if not self._is_quiet():
+            self._arrived.set()
+        elif not self._has_news:
             # to wake nobody costs nothing; should nothing follow, there is a time for that
             self._wait.deadline = min(self._wait.deadline, self._due)
-        else:
-            self._arrived.set()
+        self._has_news = True
 
     def abandon(self) -> None:
         """The client is gone: take its generations out of the engine at once."""

@@ -91,9 +91,13 @@ class _HTTPConnection(TrioASGIHTTPConnection):
                 if self.app.lifecycle.draining or not body_ended.is_set():
                     headers.append((b"connection", b"close"))
                 message = {**message, "headers": headers}
-            elif message["type"] == "http.response.body" and not message.get("more_body", False):
-                finished = True
-                await exchange.end()  # before its client can ask for more
+            elif message["type"] == "http.response.body":
+                if finished:
+                    return  # the end was told with the last piece
+                finished = exchange.said_all or not message.get("more_body", False)
+                if finished:
+                    await exchange.end()  # before its client can ask for more
+                    message = {**message, "more_body": False}
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=exchange.request_id), self.app.holding(exchange):

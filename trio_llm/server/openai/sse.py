@@ -22,8 +22,9 @@ from trio_llm.server.exchange import Exchange
 KEEP_ALIVE = b": keep-alive\n\n"
 
 QUIET = 0.7
-"""The part of the time between two writes in which what comes is left to be joined by more.  What comes in
-the rest of it is written with all that came before, so that no timer is needed where there is always more."""
+"""The part of the time between two writes in which what comes is left to be joined by more, before it is known how
+often something comes.  Then it is as much as leaves room for one: the last that comes in time is written with all
+that came before, and no timer is needed where there is always more."""
 
 
 class Writer(Protocol):
@@ -81,6 +82,8 @@ class EventStream(ResponseBody):
         self._running = self._num_choices * len(exchange.generations)
         self._pace = pace
         self._written = -math.inf
+        self._interval: float | None = None
+        """Seconds from one token of a choice to its next, lately; None before that is known."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -100,28 +103,36 @@ class EventStream(ResponseBody):
             if not self._opened:
                 self._opened = True
                 opening = b"".join(self._writer.opening(index) for index in range(self._running))
-                events = opening + self._encode(self._first or ())
-                if events:
+                if self._first:
                     self._written = trio.current_time()
-                    return events
+                # the status line goes out with the first piece, so that must not be waited for
+                return opening + self._encode(self._first or ()) or KEEP_ALIVE
             return await self._next()
         except TrioLLMError as error:
-            self._done = True
             self._exchange.error = error
+            self._end()
             return self._writer.failure(error)
+
+    def _end(self) -> None:
+        self._done = self._exchange.said_all = True
 
     async def _next(self) -> bytes:
         pace = self._pace()
-        quiet_until = self._written + QUIET * pace if pace else -math.inf
         due = self._written + pace if pace else math.inf
+        interval = (1 - QUIET) * pace if self._interval is None else self._interval
+        quiet_until = due - interval if pace else -math.inf
         silent_until = trio.current_time() + self._keep_alive
         while True:
             deltas = await self._exchange.receive(quiet_until=quiet_until, due=due, silent_until=silent_until)
             if not deltas:
                 return KEEP_ALIVE
+            num_running = self._running
             if events := self._encode(deltas):
                 if pace:
-                    self._written = trio.current_time()
+                    now = trio.current_time()
+                    num_tokens = sum(len(delta.token_ids) for _, delta in deltas)
+                    self._interval = (now - self._written) * num_running / max(1, num_tokens)
+                    self._written = now
                 return events
 
     def _encode(self, arrived: Iterable[tuple[int, Delta]]) -> bytes:
@@ -137,7 +148,7 @@ class EventStream(ResponseBody):
                 self._running -= 1
                 events.append(self._writer.closing(index, reason.value, is_last=self._running == 0))
         if self._running == 0:
-            self._done = True
+            self._end()
             events.append(self._writer.end())
         return b"".join(events)
 
