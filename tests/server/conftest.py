@@ -249,7 +249,7 @@ def _serving() -> Serving:
 @pytest.fixture(autouse=True)
 def _drawn_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that names no seed gets the same in every run: what a random model says must not differ from run to run."""
-    monkeypatch.setattr("trio_llm.engine.engine.secrets.randbits", lambda bits: 0)
+    monkeypatch.setattr("trio_llm.engine.engine.draw_seed", lambda: 0)
 
 
 @pytest.fixture

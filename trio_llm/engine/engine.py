@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import secrets
+import random
 import uuid
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -117,7 +117,9 @@ class Engine:
         Raises:
             InvalidRequest: a parameter is out of its range.
         """
-        params = attrs.evolve(params or SamplingParams(), **fields)
+        params = params or SamplingParams()
+        if fields:
+            params = attrs.evolve(params, **fields)
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
         return Generation(
             self,
@@ -225,9 +227,8 @@ class Engine:
         # an empty queue takes any prompt, or one above the limit could never be served
         if queued and queued + len(prompt_token_ids) > limit:
             raise QueueFull(f"{queued} prompt tokens are queued, of at most {limit}", limit=limit)
-        params = params.resolved(
-            self.defaults, max_tokens=self.max_model_len - len(prompt_token_ids), seed=secrets.randbits(64)
-        )
+        room = self.max_model_len - len(prompt_token_ids)
+        params = params.resolved(self.defaults, max_tokens=room, seed=draw_seed())
         # an id may be used again at once, while outputs of its first bearer are on their way
         core_id = f"{generation.request_id}/{next(self._serials)}"
         generation._begin(core_id, prompt_token_ids, params)
@@ -380,6 +381,14 @@ class Engine:
     def _raise_if_dead(self) -> None:
         if self._death is not None:
             raise _dead(self._death.message, self._death.__cause__)
+
+
+_seeds = random.Random()
+
+
+def draw_seed() -> int:
+    """The seed of a request that names none.  Nobody has to be unable to guess it, and the system takes long over a number."""
+    return _seeds.getrandbits(64)
 
 
 def _dead(message: str, cause: BaseException | None) -> EngineDead:

@@ -77,7 +77,8 @@ async def begin_turn(
         with fields_called(own_names):
             prompt = conversation(body, read.tools)
             form = await form_of_text(params.structured_output, read, engine, prompt)
-            params = attrs.evolve(params, structured_output=form, keep_special_tokens=read.special_token_ids)
+            if form is not params.structured_output or read.special_token_ids:
+                params = attrs.evolve(params, structured_output=form, keep_special_tokens=read.special_token_ids)
             identity = await start(exchange, engine, [prompt], params, body, prefix=prefix)
     exchange.explain = lambda error: rename(error, own_names, names or {})
     (generation,) = exchange.generations
