@@ -15,12 +15,12 @@ from torch import Tensor
 
 from trio_llm.core import varlen_attention
 from trio_llm.core.attention import LayerSpec, SequenceSpan
-from trio_llm.core.decode_graphs import DecodeGraphs
+from trio_llm.core.decode_graphs import DecodeGraphs, can_record
 from trio_llm.core.model import PagedModel
-from trio_llm.core.varlen_attention import VarlenBackend, can_attend
+from trio_llm.core.varlen_attention import VarlenBackend, can_attend, has_kernel
 
 from .test_differential import compare
-from .tiny_models import CPU, build, core_of, references
+from .tiny_models import ARCHITECTURES, CPU, build, core_of, references
 
 # one that slides, and one whose layers differ
 KINDS = ["llama", "mistral", "gemma3_text"]
@@ -31,7 +31,7 @@ def documented_varlen_attn(
     key: Tensor,
     value: Tensor,
     cu_seq_q: Tensor,
-    cu_seq_k: None,
+    cu_seq_k: Tensor,
     max_q: int,
     max_k: int,
     *,
@@ -43,7 +43,9 @@ def documented_varlen_attn(
     num_splits: int,
 ) -> Tensor:
     """(T, Hq, D), one sequence after another; queries stand at the end of what is used."""
-    assert num_splits == 1 and window_size[1] == 0 and cu_seq_k is None
+    assert num_splits == 1 and window_size[1] == 0
+    # it is not read, but what runs beneath insists on it
+    assert cu_seq_k.shape == cu_seq_q.shape and cu_seq_k.dtype == torch.int32
     assert enable_gqa == (query.shape[1] != key.shape[2])
     assert all(tensor.dtype == torch.int32 for tensor in (cu_seq_q, seqused_k, block_table))
     borders = cu_seq_q.tolist()
@@ -171,3 +173,21 @@ def test_what_is_not_a_decode_step_does_not_fit() -> None:
 )
 def test_which_layers_the_kernel_computes(spec: LayerSpec, dtype: torch.dtype, wanted: Any) -> None:
     assert can_attend([spec], dtype) is wanted
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "wanted"),
+    [((8, 0), None, True), ((9, 0), None, True), ((7, 5), None, False), ((9, 4), "7.0", False)],
+)
+def test_which_devices_have_the_kernel(
+    capability: tuple[int, int], hip: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert has_kernel(torch.device("cuda")) is wanted
+    assert not has_kernel(CPU)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_models_with_experts_are_not_recorded(architecture: str) -> None:
+    assert can_record(build(architecture)) is (architecture not in {"mixtral", "qwen3_moe", "gpt_oss"})

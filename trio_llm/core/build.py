@@ -9,6 +9,7 @@ import torch
 
 from trio_llm.config import EngineSettings
 from trio_llm.core.attention import AttentionBackend, SdpaBackend
+from trio_llm.core.decode_graphs import can_record
 from trio_llm.core.draft_model import DraftModel
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.exactness import ROW_MULTIPLE, batch_dependence, use_deterministic_experts
@@ -22,7 +23,7 @@ from trio_llm.core.quantization import quantize
 from trio_llm.core.speculation import speculation_for
 from trio_llm.core.step_costs import StepCosts
 from trio_llm.core.torch_executor import TorchExecutor
-from trio_llm.core.varlen_attention import BLOCK_SIZE, VarlenBackend, can_attend
+from trio_llm.core.varlen_attention import BLOCK_SIZE, VarlenBackend, can_attend, has_kernel
 from trio_llm.errors import ConfigurationError
 from trio_llm.models.loader import LoadedModel
 
@@ -104,7 +105,7 @@ def _paged(loaded: LoadedModel, settings: EngineSettings, *, beside: PagedModel 
         row_multiple=ROW_MULTIPLE if deterministic else 1,
     )
     is_free = (beside is None or model.backend.block_size % BLOCK_SIZE == 0) and not deterministic
-    if device.type == "cuda" and can_attend(model.specs, model.dtype) and is_free:
+    if has_kernel(device) and can_attend(model.specs, model.dtype) and is_free:
         model.backend = VarlenBackend(device, _cuda_block_size(block_size))
     return model
 
@@ -123,7 +124,7 @@ def _allocate(
     elif kernels is not None and kernels.vector_bytes == 64:  # narrower, and torch's own products are as fast
         pack(loaded.model, kernels, torch.float32)
     model.fuse_layers()
-    if isinstance(model.backend, VarlenBackend):
+    if isinstance(model.backend, VarlenBackend) and can_record(loaded.model):
         model.record_decode_steps(max_model_len)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trio_llm.core.attention import SequenceSpan
 from trio_llm.core.varlen_attention import StepTensors, VarlenBackend, to_device
@@ -24,6 +24,15 @@ Run = Callable[[Tensor, Tensor], Tensor]
 """(token ids (1, B), positions (1, B)) -> logits (B, vocab), by the attention metadata that the backend holds."""
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Record what a function does; gives what replays it and the tensor that each replay fills."""
+
+
+def can_record(model: nn.Module) -> bool:
+    """Whether a forward of the model is the same kernels whatever the tokens are.
+
+    It is not where there are experts, whose weights are stacked, (expert, out, in): on some GPUs the CPU waits to see
+    which of them a step needs, and nobody may wait in what is recorded.
+    """
+    return all(parameter.dim() < 3 for parameter in model.parameters())
 
 
 @attrs.frozen(eq=False)
@@ -62,7 +71,7 @@ class DecodeGraphs:
         self._run = run
         self._max_model_len = max_model_len
         self._sizes = sizes
-        self._capture = capture or _CudaCapture()
+        self._capture = capture or _CudaCapture(backend.device)
         self._graphs: dict[int, _Graph] = {}
 
     def fits(self, spans: Sequence[SequenceSpan]) -> bool:
@@ -131,20 +140,26 @@ class DecodeGraphs:
 
 
 class _CudaCapture:
-    """torch.cuda.graph, with one memory pool for all sizes."""
+    """torch.cuda.graph, with one stream and one memory pool for all sizes.
 
-    def __init__(self) -> None:
+    Args:
+        device: the model's, which need not be the current one: torch would take a stream of that.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        # what is made at a first call (workspaces, compiled kernels) must not be recorded
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                function()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = function()
+        with torch.cuda.device(self._device):
+            # what is made at a first call (workspaces, compiled kernels) must not be recorded
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(2):
+                    function()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                logits = function()
         return graph.replay, logits

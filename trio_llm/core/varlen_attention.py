@@ -22,6 +22,17 @@ BLOCK_SIZE = 256
 MAX_HEAD_DIM = 256
 
 
+MIN_CAPABILITY = (8, 0)
+"""Of GPUs: Ampere's."""
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether torch brings the kernel for a device: an NVIDIA GPU that is new enough."""
+    # what ROCm calls cuda knows no num_splits
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
 def can_attend(specs: Sequence[LayerSpec], dtype: torch.dtype) -> bool:
     """Whether the kernel computes these layers: 16-bit numbers, keys as wide as values, plain scores."""
     if dtype not in (torch.bfloat16, torch.float16):
@@ -131,7 +142,8 @@ class VarlenLayer:
             self.keys,
             self.values,
             step.cu_seq_q,
-            None,
+            # FlashAttention 2 asks for the keys' borders too, and with seqused_k never reads them
+            step.cu_seq_q,
             step.max_q,
             step.max_k,
             scale=options.scaling,
