@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -35,7 +36,9 @@ def machine() -> dict[str, Any]:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "system": platform.platform(), "versions": versions}
+    found = {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "system": platform.platform(), "versions": versions}
+    torch = sys.modules.get("torch")  # a program that has not imported it measured no GPU
+    return {**found, "gpu": torch.cuda.get_device_name()} if torch and torch.cuda.is_available() else found
 
 
 def look() -> dict[str, float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 import report
-from report import arguments, look, note, quiet, repeats, spread, spread_of, write
+from report import arguments, look, machine, note, quiet, repeats, spread, spread_of, write
 
 
 def looks(*busy: float) -> list[dict[str, float]]:
@@ -28,6 +28,18 @@ def test_an_idle_machine() -> None:
 
 def test_a_busy_machine_is_told_aloud() -> None:
     assert note(quiet(looks(0.0, 0.7, 0.0))).startswith("THE MACHINE WAS NOT IDLE, do not trust these figures: ")
+
+
+def test_a_gpu_is_named_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "gpu" not in machine()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    assert machine()["gpu"] == "Some GPU"
+    monkeypatch.delitem(sys.modules, "torch")
+    assert "gpu" not in machine()
 
 
 def test_what_cannot_be_known() -> None:
