@@ -125,7 +125,7 @@ def watch_everything(parts: Parts, core: EngineCore) -> None:
     parts.watch(model.backend, "begin_step", "attention: metadata")
     parts.watch(torch_executor, "sample", "sampling")
     parts.watch(Kernels, "linear", lambda _, layer, rows: f"kernel: linear, {layer.inputs} to {layer.outputs}")
-    for method in ("attend", "decoders", "draw"):
+    for method in ("attend", "decoders", "forward", "best", "draw"):
         parts.watch(Kernels, method, f"kernel: {method}")
     if model.device.type == "cuda":
         event = functools.partial(torch.cuda.Event, enable_timing=True)

@@ -10,7 +10,7 @@ import torch
 
 from trio_llm.core import kernels
 from trio_llm.core.attention import Options, SequenceSpan, attention
-from trio_llm.core.kernels import load
+from trio_llm.core.kernels import Kernels, load
 from trio_llm.core.page_attention import LayerSpec, PageBackend
 
 
@@ -205,3 +205,31 @@ def test_a_step_may_be_filled_up_but_not_cut(page_backend: PageBackend) -> None:
     assert (out[:, 9:] == 0).all(), "what fills the step up attends to nothing"
     with pytest.raises(ValueError, match="8 rows for the 9 tokens"):
         layer.attend(None, *(x[:, :, :8] for x in numbers), Options())
+
+
+# -- the largest logit
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 64, 1023, 1024, 1025, 2049, 5000])
+def test_the_largest_logit_is_found_wherever_it_is(kernels: Kernels, size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    places = sorted({0, size // 3, size - 1})
+    rows = torch.randn((len(places), size), generator=generator)
+    rows[range(len(places)), places] = 9.0
+    assert kernels.best(rows) == places
+    rows[:, -1] = 9.0
+    assert kernels.best(rows) == places, "of equals it is the first"
+    for bad in (float("nan"), float("inf")):
+        for place in places:
+            others = rows.clone()
+            others[1 % len(rows), place] = bad
+            expected = [*places]
+            expected[1 % len(rows)] = -1
+            assert kernels.best(others) == expected, "one row says nothing of its neighbours"
+    rows[:] = float("-inf")
+    assert kernels.best(rows) == [-1] * len(places)
+
+
+def test_many_rows_are_shared_among_threads(kernels: Kernels) -> None:
+    rows = torch.randn((40, 3000), generator=torch.Generator().manual_seed(0))
+    assert kernels.best(rows) == rows.argmax(-1).tolist()

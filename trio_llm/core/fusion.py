@@ -43,11 +43,15 @@ class LayerRun:
 
     def forward(self, first: PageLayer, hidden_states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """All layers, given the first one's pages."""
+        return first.backend.kernels.decoders(self.over(first), first.backend.spans, hidden_states, *rotation)
+
+    def over(self, first: PageLayer) -> ctypes.Array[Decoder]:
+        """What the kernels must know of all layers, given the first one's pages."""
         if self._array is None or first is not self._first_pages:  # all pages are allocated together
             for layer, decoder in zip(self.layers, self.decoders, strict=True):
                 decoder.pages = getattr(layer.self_attn, LAYER_ATTRIBUTE).pages
             self._array, self._first_pages = (Decoder * len(self.decoders))(*self.decoders), first
-        return first.backend.kernels.decoders(self._array, first.backend.spans, hidden_states, *rotation)
+        return self._array
 
 
 class FusedLayer:
@@ -133,7 +137,7 @@ def _decoder(layer: nn.Module) -> tuple[Decoder, list[Tensor]] | None:
         or mlp.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"}
         or type(mlp["act_fn"]).__name__ not in {"SiLUActivation", "SiLU"}
         or len(head_norms) == 1
-        or any(_epsilon(norm) is None for norm in norms)
+        or any(rms_epsilon(norm) is None for norm in norms)
         or not isinstance(pages, PageLayer)
     ):
         return None
@@ -154,8 +158,8 @@ def _decoder(layer: nn.Module) -> tuple[Decoder, list[Tensor]] | None:
     decoder = Decoder(
         norm_weights=weights[0].data_ptr(),
         next_norm_weights=weights[1].data_ptr(),
-        eps=_epsilon(norms[0]),
-        next_eps=_epsilon(norms[1]),
+        eps=rms_epsilon(norms[0]),
+        next_eps=rms_epsilon(norms[1]),
         projections=projections,
         output=output.layer,
         gate_up=gate_up,
@@ -163,11 +167,11 @@ def _decoder(layer: nn.Module) -> tuple[Decoder, list[Tensor]] | None:
     )
     if head_norms:
         decoder.query_norm, decoder.key_norm = (weight.data_ptr() for weight in weights[2:])
-        decoder.head_eps = _epsilon(head_norms[0])
+        decoder.head_eps = rms_epsilon(head_norms[0])
     return decoder, kept
 
 
-def _epsilon(norm: nn.Module) -> float | None:
+def rms_epsilon(norm: nn.Module) -> float | None:
     """Of an RMS norm; None if it is none."""
     weight = getattr(norm, "weight", None)
     if not type(norm).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or weight.dim() != 1:

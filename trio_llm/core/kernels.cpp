@@ -1,6 +1,6 @@
 // What torch lacks on a CPU, for a few rows at a time: linear layers with packed weights, in int8 or
-// float32, attention that reads the pages of the KV memory in place, decoder layers of both in one go,
-// and the race that draws a token.
+// float32, attention that reads the pages of the KV memory in place, decoder layers of both in one go, models
+// that have nothing else, and the race that draws a token.
 //
 // core/kernels.py compiles this file at first use and says what the functions at its end do.
 // Vectors are the compiler's own (vector_size), so it builds for any CPU; only `dot4` and `fma`
@@ -223,7 +223,8 @@ struct Scratch {
         return p;
     }
 };
-thread_local Scratch scratch;
+thread_local Scratch scratch;  // of layers
+thread_local Scratch states;   // of what goes through them
 
 int64_t groups_of(int64_t width) { return (width + GROUP - 1) / GROUP; }
 
@@ -847,9 +848,44 @@ int64_t draw(const float* logits, int64_t size, float temperature, float top_p, 
     }
 }
 
+// The place of a row's largest logit, the first of equals; -1 if it is not finite, or one of the row is not a number.
+int64_t best(const float* logits, int64_t size) {
+    constexpr int64_t PART = 1024;  // looked through again for the place
+    constexpr int SIDE = 4;         // vectors that wait for each other the least
+    Ints strange{};
+    float top = NEG_INF;
+    int64_t place = 0;
+    for (int64_t begin = 0; begin < size; begin += PART) {
+        const int64_t end = begin + PART < size ? begin + PART : size;
+        Floats most[SIDE];
+        for (Floats& vector : most) vector = Floats{} + NEG_INF;
+        const auto see = [&](Floats logit, Floats& so_far) {
+            strange |= logit != logit;
+            so_far = logit > so_far ? logit : so_far;
+        };
+        int64_t i = begin;
+        for (; i + SIDE * TILE <= end; i += SIDE * TILE)
+            for (int v = 0; v < SIDE; v++) see(load<Floats>(logits + i + v * TILE), most[v]);
+        for (; i < end; i++) see(Floats{} + logits[i], most[0]);
+        for (int v = 1; v < SIDE; v++) most[0] = most[v] > most[0] ? most[v] : most[0];
+        if (const float found = largest<TILE>(most[0]); found > top) top = found, place = begin;
+    }
+    for (int i = 0; i < TILE; i++)
+        if (strange[i]) return -1;
+    if (!std::isfinite(top)) return -1;
+    while (logits[place] != top) place++;
+    return place;
+}
+
 }  // namespace
 
 extern "C" {
+
+void trio_llm_best(const float* logits, int64_t size, int64_t count, int64_t* tokens, int threads) {
+    // to wake another thread takes longer than a few rows
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (count > 8)
+    for (int64_t row = 0; row < count; row++) tokens[row] = best(logits + row * size, size);
+}
 
 void trio_llm_draw(const float* logits, int64_t size, int64_t count, const int64_t* rows, const float* temperatures,
                    const float* top_ps, const float* min_ps, const int32_t* keys, int64_t* tokens, int threads) {
@@ -990,6 +1026,49 @@ void trio_llm_decoders(const Decoder* layers, int64_t num_layers, const Spans* s
         rows = room.rows_for(layer.down, gated, inner);
         quantize_rows(inner, count, rows);
         linear<Store::ADD>(layer.down, rows, count, out, width);
+    }
+}
+
+// A model that is nothing but embeddings, such layers, a norm and a head.
+struct Model {
+    const float* embeddings;
+    const Decoder* layers;
+    int64_t num_layers, rotary_dim;
+    const float *cosines, *sines;  // by position
+    const float* norm_weights;
+    float eps;
+    Linear head;
+};
+
+// From the step's token ids to the logits of those tokens that are wanted, as indices among all.
+void trio_llm_forward(const Model* model, const Spans* spans, const int64_t* token_ids, const int64_t* wanted,
+                      int64_t num_wanted, float* logits, int threads) {
+    const int64_t count = spans->num_tokens, width = model->head.inputs, rotary = model->rotary_dim;
+    states.reset((2 * count * (width + rotary) + num_wanted * width + 5 * 16) * sizeof(float));
+    float* embedded = states.take<float>(count * width);
+    float* hidden = states.take<float>(count * width);
+    float* cosines = states.take<float>(count * rotary);
+    float* sines = states.take<float>(count * rotary);
+    float* normed = states.take<float>(num_wanted * width);
+    const auto copy = [](float* to, const float* from, int64_t size, int64_t to_row, int64_t from_row) {
+        std::memcpy(to + to_row * size, from + from_row * size, size * sizeof(float));
+    };
+    for (int64_t s = 0, token = 0; s < spans->count; s++)
+        for (int64_t i = 0; i < spans->lengths[s]; i++, token++) {
+            copy(embedded, model->embeddings, width, token, token_ids[token]);
+            copy(cosines, model->cosines, rotary, token, spans->starts[s] + i);
+            copy(sines, model->sines, rotary, token, spans->starts[s] + i);
+        }
+    trio_llm_decoders(model->layers, model->num_layers, spans, embedded, cosines, sines, hidden, threads);
+    scratch.reset(rows_bytes(num_wanted, width));
+    const Rows rows = Room(num_wanted, width).rows_for(model->head, normed, width);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < num_wanted; row++)
+            rms_norm(hidden + wanted[row] * width, model->norm_weights, width, model->eps, normed + row * width);
+        quantize_rows(width, num_wanted, rows);
+        linear<Store::PLAIN>(model->head, rows, num_wanted, logits, model->head.outputs);
     }
 }
 }

@@ -126,6 +126,25 @@ class Decoder(Structure):
     )
 
 
+class Model(Structure):
+    """A model that is embeddings, decoder layers, a norm and a head; what it points to must outlive it.
+
+    Cosines and sines are (positions, rotary_dim).
+    """
+
+    _fields_ = (
+        ("embeddings", c_void_p),
+        ("layers", POINTER(Decoder)),
+        ("num_layers", c_int64),
+        ("rotary_dim", c_int64),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("norm_weights", c_void_p),
+        ("eps", c_float),
+        ("head", Linear),
+    )
+
+
 def tile_bytes(inputs: int, dtype: torch.dtype) -> int:
     """Of a packed tile: in int8 a float32 scale and 64 bytes for each group of inputs and each output."""
     return TILE * (4 * inputs if dtype is torch.float32 else -(-inputs // GROUP) * (4 + GROUP))
@@ -145,6 +164,7 @@ class Kernels:
         """Of the vectors that the CPU computes with."""
         self._pack = function("pack", c_void_p, POINTER(Linear))
         self._linear = function("linear", POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int)
+        self._best = function("best", c_void_p, c_int64, c_int64, c_void_p, c_int)
         self._draw = function("draw", c_void_p, c_int64, c_int64, *[c_void_p] * 6, c_int)
         self._attend = function(
             "attend",
@@ -160,6 +180,9 @@ class Kernels:
         self._decoders = function(
             "decoders", POINTER(Decoder), c_int64, POINTER(Spans), c_void_p, c_void_p, c_void_p, c_void_p, c_int
         )
+        self._forward = function(
+            "forward", POINTER(Model), POINTER(Spans), c_void_p, c_void_p, c_int64, c_void_p, c_int
+        )
 
     def pack(self, weight: Tensor, dtype: torch.dtype, packed: Tensor, *, first: int = 0, step: int = 1) -> Linear:
         """Put a weight (outputs, inputs) into every `step`-th tile from `first` on.
@@ -173,6 +196,14 @@ class Kernels:
         layer = Linear(packed[first].data_ptr(), None, inputs, outputs, step, dtype is torch.float32)
         self._pack(whole.data_ptr(), byref(layer))
         return layer
+
+    def best(self, logits: Tensor) -> list[int]:
+        """The place of the largest logit of each row (rows, vocab), contiguous; -1 where it is not finite or one is
+        not a number."""
+        tokens = array("q", bytes(8 * len(logits)))
+        address, _ = tokens.buffer_info()
+        self._best(logits.data_ptr(), logits.shape[-1], len(logits), address, torch.get_num_threads())
+        return tokens.tolist()
 
     def draw(
         self,
@@ -247,6 +278,29 @@ class Kernels:
             x.data_ptr(),
             cosines.data_ptr(),
             sines.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def forward(self, model: Model, spans: Spans, token_ids: Sequence[int], wanted: Sequence[int]) -> Tensor:
+        """The logits (len(wanted), vocab) of some of a step's tokens.
+
+        Args:
+            token_ids: of all spans; each has an embedding.
+            wanted: indices into them.
+        """
+        if len(token_ids) != spans.num_tokens or not 0 <= min(wanted) <= max(wanted) < len(token_ids):
+            raise ValueError(f"{len(token_ids)} token ids for the {spans.num_tokens} tokens of a step")
+        numbers = array("q", [*token_ids, *wanted])
+        address, _ = numbers.buffer_info()
+        out = torch.empty((len(wanted), model.head.outputs), dtype=torch.float32, device="cpu")
+        self._forward(
+            byref(model),
+            byref(spans),
+            address,
+            address + 8 * len(token_ids),
+            len(wanted),
             out.data_ptr(),
             torch.get_num_threads(),
         )

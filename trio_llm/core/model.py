@@ -32,6 +32,7 @@ from trio_llm.core.fusion import fuse
 from trio_llm.core.page_attention import PageBackend
 from trio_llm.core.quantization import is_quantized
 from trio_llm.core.varlen_attention import VarlenBackend, to_device
+from trio_llm.core.whole_model import WholeModel, find_whole
 from trio_llm.errors import ModelNotSupported
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class PagedModel:
         self.kv_dtype = kv_dtype or model.dtype
         check_config(model)
         self._graphs: DecodeGraphs | None = None
+        self._whole: WholeModel | None = None
         # an engine before this one may have replaced it
         own = getattr(model, OWN_ATTENTION_ATTRIBUTE, model.config.get_text_config()._attn_implementation)
         setattr(model, OWN_ATTENTION_ATTRIBUTE, own)
@@ -149,6 +151,9 @@ class PagedModel:
         if self._graphs is not None and self._graphs.fits(spans):
             return self._graphs.forward(token_ids, spans)[self._tensor(wanted)].float()
         self.backend.begin_step(spans)
+        if self._whole is not None:
+            assert isinstance(self.backend, PageBackend)
+            return self._whole.forward(self.backend, token_ids, wanted)
         positions = [p for part in inputs for p in range(part.span.start, part.span.start + part.span.length)]
         padding = [0] * (-len(token_ids) % self.row_multiple)
         rows = [*wanted, *[0] * (-len(wanted) % self.row_multiple)]
@@ -167,13 +172,19 @@ class PagedModel:
         return rows.float()
 
     def fuse_layers(self) -> int:
-        """Compute decoder layers in one go where that can be done; gives how many.  The pages' content is lost."""
+        """Compute decoder layers in one go where that can be done, and with them all else; gives how many.
+
+        The pages' content is lost.
+        """
         if not isinstance(self.backend, PageBackend):
             return 0
         table = range(num_probe_blocks(self.backend.block_size))
-        few = SpanInput(list(range(7)), SequenceSpan(0, 7, table))
+        token_ids = range(7)
+        few = SpanInput(token_ids, SequenceSpan(0, len(token_ids), table))
         with torch.inference_mode():
-            return fuse(self.model, lambda: self.forward([few], [0]))
+            count = fuse(self.model, lambda: self.forward([few], [0]))
+            self._whole = find_whole(self.model, self.backend, token_ids, lambda: self.forward([few], token_ids))
+        return count
 
     def record_decode_steps(self, max_model_len: int) -> None:
         """Run decode steps as CUDA graphs from now on, each size recorded when it is first needed."""

@@ -30,6 +30,8 @@ class PageBackend:
         self.kernels = kernels
         self.block_size = block_size
         self.spans = Spans()
+        self.num_positions = 0
+        """One more than the last position of the step."""
         self._numbers = array("q")  # what `spans` points to
         self._pages: list[Tensor] = []
 
@@ -78,6 +80,7 @@ class PageBackend:
             blocks += span.block_table
         self._numbers = array("q", [*offsets, *lengths, *(span.start for span in spans), *tables, *blocks])
         address, _ = self._numbers.buffer_info()
+        self.num_positions = max(span.start + span.length for span in spans)
         self.spans = Spans(count, num_tokens, *(address + 8 * count * index for index in range(5)))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -54,16 +54,30 @@ def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None
     Returns:
         A token for each row; None where the largest logit is not finite: a NaN, an infinity, or nothing left to choose.
     """
-    tokens = _argmax(logits)
-    finite = logits.gather(-1, tokens[:, None]).isfinite().squeeze(-1).tolist()
-    random = [row for row, draw in enumerate(draws) if draw.params.temperature and finite[row]]
+    if kernels is not None:
+        logits = logits.contiguous()
+    best = _best(logits, kernels)
+    random = [row for row, draw in enumerate(draws) if draw.params.temperature and best[row] >= 0]
     if random:
         quick = [] if kernels is None else [row for row in random if _is_plain(draws[row].params)]
         if kernels is not None and quick:
-            tokens[quick] = torch.tensor(_draw_quickly(logits, draws, quick, kernels), device=tokens.device)
+            for row, token in zip(quick, _draw_quickly(logits, draws, quick, kernels), strict=True):
+                best[row] = token
             random = sorted(set(random) - set(quick))
-        _sample_random(logits, draws, random, tokens)
-    return [token if chosen else None for token, chosen in zip(tokens.tolist(), finite, strict=True)]
+        if random:
+            for row, token in zip(random, _sample_random(logits, draws, random), strict=True):
+                best[row] = token
+    return [None if token < 0 else token for token in best]
+
+
+def _best(logits: Tensor, kernels: Kernels | None) -> list[int]:
+    """The largest logit of each row; -1 where it is not finite."""
+    if kernels is not None:
+        return kernels.best(logits)
+    tokens = _argmax(logits)
+    finite = logits.gather(-1, tokens[:, None]).isfinite().squeeze(-1)
+    found: list[int] = torch.where(finite, tokens, -1).tolist()  # one wait for the device, not two
+    return found
 
 
 def _is_plain(params: SamplingParams) -> bool:
@@ -73,7 +87,7 @@ def _is_plain(params: SamplingParams) -> bool:
 def _draw_quickly(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], kernels: Kernels) -> list[int]:
     params = [draws[row].params for row in rows]
     return kernels.draw(
-        logits.contiguous(),
+        logits,
         rows,
         [noise_key(draws[row]) for row in rows],
         [max(p.temperature or 0.0, 1e-30) for p in params],
@@ -82,8 +96,9 @@ def _draw_quickly(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], ke
     )
 
 
-def _sample_random(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], tokens: Tensor) -> None:
-    """Draw for `rows`, writing into `tokens`.  transformers' order: temperature, top_k, top_p, min_p, typical_p."""
+def _sample_random(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[int]:
+    """Draw for `rows`.  transformers' order: temperature, top_k, top_p, min_p, typical_p."""
+    tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
     vocab_size = logits.shape[-1]
     top_k = [k if 0 < (k := draw.params.top_k or 0) < vocab_size else 0 for draw in draws]
     few = [row for row in rows if 0 < top_k[row] <= MAX_SORTED]
@@ -104,6 +119,8 @@ def _sample_random(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], t
                 last = values[position].kthvalue(vocab_size - top_k[row] + 1).values
                 values[position].masked_fill_(values[position] < last, float("-inf"))
         tokens[tile] = _race(values, ids, [draws[row] for row in tile])
+    drawn: list[int] = tokens[rows].tolist()
+    return drawn
 
 
 def _tiles(rows: Sequence[int], vocab_size: int, device: torch.device) -> Iterator[list[int]]:

@@ -165,22 +165,21 @@ class TorchExecutor:
         with self._turn():
             # reported log-probabilities are those before anything below
             reported = [number for number, draw in enumerate(draws) if draw.params.logprobs is not None]
-            own = logits[reported] if reported else logits[:0]
+            own = logits[reported] if reported else None
             self._edits(rows, failures).apply(logits)
             tokens = sample(logits, draws, self._kernels)
-            found = token_logprobs(
-                own,
-                [tokens[number] or 0 for number in reported],
-                [draws[number].params.logprobs or 0 for number in reported],
-            )
-        by_number = dict(zip(reported, found, strict=True))
+            by_number: dict[int, TokenLogprobs] = {}
+            if own is not None:
+                chosen = [tokens[number] or 0 for number in reported]
+                wanted = [draws[number].params.logprobs or 0 for number in reported]
+                by_number = dict(zip(reported, token_logprobs(own, chosen, wanted), strict=True))
         sampled: dict[int, tuple[int, ...]] = {}
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         offset = 0
         for row in rows:
             run = agreed(tokens[offset : offset + row.num_drafts + 1], row)
             try:
-                self._follow(row, run, logits[offset])
+                self._follow(row, run, logits, offset)
             except Exception as error:
                 failures.setdefault(row.sequence_id, without_frames(error))
             if row.sequence_id not in failures:
@@ -194,15 +193,15 @@ class TorchExecutor:
         }
         return StepResult(results, logprobs, handle.prompt_logprobs, failures=failed)
 
-    def _follow(self, row: Row, run: Sequence[int], logits: torch.Tensor) -> None:
-        """The row's sequence goes on with `run`, chosen by `logits` (of the first of them, vocab).
+    def _follow(self, row: Row, run: Sequence[int], logits: torch.Tensor, number: int) -> None:
+        """The row's sequence goes on with `run`, the first of which was chosen by the `number`-th of the logits.
 
         Raises:
             FloatingPointError: there is none, since the model computes no numbers.
             ValueError: there is none, since none is allowed.
         """
         if not run:
-            if bool(logits.isneginf().all()):
+            if bool(logits[number].isneginf().all()):
                 raise ValueError("no token is left to choose")
             raise FloatingPointError("the logits are not finite")
         rewriter = self._sequences[row.sequence_id].rewriter
