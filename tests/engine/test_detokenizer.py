@@ -208,3 +208,38 @@ def test_text_of_a_byte_run_is_not_the_next_tokens() -> None:
     detokenizer = Detokenizer(TokenDecoder(tokenizer), [])
     tokens = tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<0xE2>", "<0x82>", "<0xAC>", "b"])
     assert [detokenizer.push(token) for token in tokens] == [("", "a")] + [("", "")] * 4 + [("\n€", "b")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_decoded_without_the_tokenizer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a text has begun: else the tokenizer is asked once a token, and again when the window is cut."""
+    tokenizer = trained(kind)
+    decoder = TokenDecoder(tokenizer)
+    detokenizer = Detokenizer(decoder, tokenizer.encode("the lazy"))
+    output = tokenizer.encode("dogs and foxes, é 😀 and 한국어, jump over it, and it jumps over them") * 3
+    head = detokenizer.push(output[0])
+    calls = []
+    decode = decoder.decode
+
+    def counted(token_ids: list[int]) -> str:
+        calls.append(token_ids)
+        return decode(token_ids)
+
+    monkeypatch.setattr(decoder, "decode", counted)
+    tail = [detokenizer.push(token) for token in output[1:]]
+    assert "".join(itertools.chain(head, *tail, [detokenizer.flush()])) == expected(
+        TokenDecoder(tokenizer), tokenizer.encode("the lazy"), output
+    )
+    assert (calls == []) == (kind == "byte-level")
+
+
+@pytest.mark.parametrize("keep", [(), (1,)])
+def test_special_tokens_of_byte_level_vocabularies(keep: tuple[int, ...]) -> None:
+    tokenizer = trained("byte-level")
+    tokenizer.add_tokens(["<a b>", "Ġ<plain>"])
+    output = [*tokenizer.encode("é"), 1, len(tokenizer) - 2, 0, *tokenizer.encode("😀")[:2], 1, len(tokenizer) - 1, 9]
+    for skip in (True, False):
+        decoder = TokenDecoder(tokenizer, skip_special_tokens=skip, keep=keep)
+        assert decoder.bytes_of is not None
+        shown = [token for token in output if token not in decoder.vanishing_ids]
+        assert "".join(pieces(decoder, [], output)) == tokenizer.decode(shown, skip_special_tokens=False)

@@ -75,6 +75,7 @@ class Track:
         self.last_output: float | None = None
         self._detokenizer = Detokenizer(decoder, prompt_token_ids)
         self._matcher = StopMatcher(params.stop, include_match=params.include_stop_str_in_output)
+        self._has_stops = bool(params.stop)
         self._shows_end = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
 
@@ -91,6 +92,9 @@ class Track:
                 end_is_hidden = True
                 break  # an end token is counted, but it is no text
             late, own = self._detokenizer.push(token)
+            if not self._has_stops:
+                pieces += (late, own)
+                continue
             num_before = len(self.choice.token_ids) + num_kept - 1
             piece, stopped = self._matcher.push(late, may_stop=self._may_stop(num_before))
             pieces.append(piece)

@@ -7,9 +7,11 @@ byte-fallback tokens) is found out once, by `TokenDecoder`.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from trio_llm.engine.byte_level import byte_level
 from trio_llm.prompt.vocabulary import special_token_ids
 
 REPLACEMENT = "\ufffd"
@@ -32,7 +34,10 @@ class TokenDecoder:
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True, keep: Collection[int] = ()) -> None:
-        self._decode = _decode_of(tokenizer)
+        adds_nothing = _adds_nothing(tokenizer)
+        self._decode: Callable[..., str] = tokenizer.backend_tokenizer.decode if adds_nothing else tokenizer.decode
+        self.bytes_of = byte_level(tokenizer) if adds_nothing else None
+        """The bytes of single tokens, where a text is the UTF-8 of its tokens' bytes and nothing else."""
         self._skip_special_tokens = skip_special_tokens
         special = special_token_ids(tokenizer)
         self.vanishing_ids = frozenset(token for token in special if self.decode([token]) == "").difference(keep)
@@ -71,16 +76,17 @@ class TokenDecoder:
         return frozenset(ids) if works else frozenset()
 
 
-def _decode_of(tokenizer: Any) -> Callable[..., str]:
-    """The tokenizer's decode, or the one that it calls where it does nothing else: that takes a third of the time."""
+def _adds_nothing(tokenizer: Any) -> bool:
+    """Whether the tokenizer's decode only calls another, which takes a third of the time."""
     kind = type(tokenizer)
-    adds_nothing = (
+    return (
         getattr(tokenizer, "clean_up_tokenization_spaces", True) is False
         and getattr(kind.decode, "__qualname__", "") == "PreTrainedTokenizerBase.decode"
         and getattr(getattr(kind, "_decode", None), "__qualname__", "") == "TokenizersBackend._decode"
     )
-    decode: Callable[..., str] = tokenizer.backend_tokenizer.decode if adds_nothing else tokenizer.decode
-    return decode
+
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
@@ -89,7 +95,8 @@ class Detokenizer:
     The tokens are decoded in a small window that moves along; what is new is the part of
     the window's text that was not given before.  Held back is only what the next token can
     still change: a trailing incomplete character, or a run of byte-fallback tokens, which
-    decode to characters or not at all as a whole.
+    decode to characters or not at all as a whole.  Where a text is but the bytes of its tokens, these
+    are decoded without a window, once the text has parted from the prompt.
 
     Args:
         decoder: of the engine.
@@ -105,6 +112,8 @@ class Detokenizer:
         self._num_given = 0
         """Characters of the window's text that were given."""
         self._limit = WINDOW
+        self._utf8: codecs.IncrementalDecoder | None = None
+        """Holds the bytes of an incomplete character; None while there is a window."""
 
     def push(self, token_id: int) -> tuple[str, str]:
         """Take the next token.
@@ -115,6 +124,8 @@ class Detokenizer:
         """
         if token_id in self._decoder.vanishing_ids:
             return "", ""
+        if self._utf8 is not None and self._decoder.bytes_of is not None:
+            return "", self._utf8.decode(self._decoder.bytes_of[token_id])
         if token_id in self._decoder.byte_ids:
             self._window.append(token_id)
             return "", ""
@@ -124,12 +135,16 @@ class Detokenizer:
         # of SentencePiece's tokens only the byte runs are uncertain
         is_open = text.endswith(REPLACEMENT) and not self._decoder.byte_ids
         piece = self._give(text, len(text) - is_open)
-        if len(self._window) >= self._limit:
+        if self._decoder.bytes_of is not None and self._prompt is None and not is_open:
+            self._utf8 = _UTF8(errors="replace")
+        elif len(self._window) >= self._limit:
             self._cut(text)
         return late, piece
 
     def flush(self) -> str:
         """The text held back, as it stands: no token will follow."""
+        if self._utf8 is not None:
+            return self._utf8.decode(b"", final=True)
         text = self._decoder.decode(self._window)
         return self._give(text, len(text))
 

@@ -6,11 +6,11 @@ text.  The bytes of an output's tokens, joined, are the bytes of its text.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import attrs
 
+from trio_llm.engine.byte_level import bytes_of
 from trio_llm.engine.detokenizer import REPLACEMENT, TokenDecoder
 
 
@@ -39,7 +39,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Any, decoder: TokenDecoder) -> None:
         self._decoder = decoder
         self._convert = getattr(tokenizer, "convert_ids_to_tokens", None)
-        self._letters = _byte_letters() if _is_byte_level(tokenizer) else {}
+        self._is_byte_level = _is_byte_level(tokenizer)
         self._anchor = self._find_anchor(tokenizer)
         self._known: dict[int, TokenText] = {}
 
@@ -64,10 +64,8 @@ class TokenBytes:
     def _bytes(self, token_id: int, token: str | bytes | None) -> bytes:
         if isinstance(token, bytes):
             return token
-        if token is not None and self._letters:
-            # what has other letters was added to the vocabulary as it is
-            spelled = [self._letters.get(letter) for letter in token]
-            return token.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
+        if token is not None and self._is_byte_level:
+            return bytes_of(token)
         if token is not None and token_id in self._decoder.byte_ids:
             return bytes([int(token[3:5], 16)])
         # in the middle of a text, where a leading space is one
@@ -89,12 +87,3 @@ def _is_byte_level(tokenizer: Any) -> bool:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
-
-
-@functools.cache
-def _byte_letters() -> dict[str, int]:
-    """The alphabet of byte-level vocabularies: printable bytes stand for themselves, the others,
-    in order, for the letters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
