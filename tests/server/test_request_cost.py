@@ -53,3 +53,29 @@ def test_ids_are_all_different_and_show_no_order():
 
 def test_seeds_differ():
     assert len({draw_seed() for _ in range(100)}) == 100
+
+
+class Steps(trio.abc.Instrument):
+    """Counts how often a task other than the test's own has its turn."""
+
+    def __init__(self):
+        self.mine = trio.lowlevel.current_task()
+        self.count = 0
+
+    def before_task_step(self, task):
+        self.count += task is not self.mine
+
+
+async def test_turns_of_tasks(serving):
+    """Each costs as much as some hundred lines: what needs not wait gives nobody a turn."""
+    async with serving() as server:
+        client = await server.connect()
+        steps = Steps()
+        for _ in range(2):
+            steps.count = 0
+            trio.lowlevel.add_instrument(steps)
+            await client.send("POST", CHAT, {**HI, "stream": True})
+            assert (await client.receive()).status == 200
+            await server.app.all_left()
+            trio.lowlevel.remove_instrument(steps)
+        assert steps.count <= 18

@@ -81,7 +81,7 @@ class Track:
 
     def absorb(self, output: SequenceOutput) -> Delta:
         """What an output of the core means for the reader: its tokens up to the first end."""
-        pieces = []
+        pieces: list[str] = []
         reason = None
         num_kept = 0
         end_is_hidden = False

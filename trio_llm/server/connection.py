@@ -39,8 +39,9 @@ from hypercorn.protocol.events import Request, Response
 from hypercorn.protocol.h11 import STREAM_ID, H11Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.trio.task_group import TaskGroup
+from hypercorn.trio.task_group import _handle as run_app
 from hypercorn.trio.worker_context import EventWrapper, WorkerContext
-from hypercorn.typing import ConnectionState
+from hypercorn.typing import AppWrapper, ASGIReceiveEvent, ConnectionState, Scope
 from hypercorn.utils import parse_socket_addr
 
 from trio_llm.server.openai.error_bodies import http_error_body
@@ -73,33 +74,47 @@ class _ReadingPause(EventWrapper):
         super().__init__()
         self._stream = stream
         self._protocol = protocol
+        self._reading: trio.CancelScope | None = None
 
     async def wait(self) -> None:
-        gone = False
-
-        async def watch() -> None:
-            nonlocal gone
-            ahead = 0
-            while ahead < READ_AHEAD:
+        ahead = 0
+        while not self.is_set():
+            with trio.CancelScope() as self._reading:
+                if ahead >= READ_AHEAD:
+                    await trio.sleep(AHEAD_PATIENCE)
+                    raise PeerGone
                 try:
                     data = await self._stream.receive_some(READ_SIZE)
                 except (trio.BrokenResourceError, trio.ClosedResourceError):
-                    break
+                    raise PeerGone from None
                 if not data:
-                    break
+                    raise PeerGone
                 ahead += len(data)
                 self._protocol.connection.receive_data(bytes(data))
-            else:
-                await trio.sleep(AHEAD_PATIENCE)
-            gone = True
-            nursery.cancel_scope.cancel(reason="the peer is gone")
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(watch)
-            await super().wait()
-            nursery.cancel_scope.cancel(reason="h11 goes on")
-        if gone:
-            raise PeerGone
+    async def set(self) -> None:
+        await super().set()
+        if self._reading is not None:
+            self._reading.cancel(reason="h11 goes on")
+
+
+class _Tasks(TaskGroup):
+    """Hypercorn's, but that a message to the application gives nobody a turn where there is room for it."""
+
+    async def spawn_app(
+        self, app: AppWrapper, config: Config, scope: Scope, send: Callable[[Any], Awaitable[None]]
+    ) -> Callable[[ASGIReceiveEvent], Awaitable[None]]:
+        to_app, from_server = trio.open_memory_channel[ASGIReceiveEvent](config.max_app_queue_size)
+
+        async def put(message: ASGIReceiveEvent) -> None:
+            try:
+                to_app.send_nowait(message)
+            except trio.WouldBlock:
+                await to_app.send(message)
+
+        run_sync, run = trio.to_thread.run_sync, trio.from_thread.run
+        self.spawn(run_app, app, config, scope, from_server.receive, send, run_sync, run)
+        return put
 
 
 class _HTTPStream(HTTPStream):
@@ -222,7 +237,7 @@ class Connection:
     _reading: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
     _serving: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
     _closing: bool = attrs.field(default=False, init=False)
-    _tasks: TaskGroup = attrs.field(factory=TaskGroup, init=False)
+    _tasks: _Tasks = attrs.field(factory=_Tasks, init=False)
     _protocol: _HTTP1Protocol = attrs.field(init=False)
     _socket: trio.socket.SocketType = attrs.field(init=False)
     _has_to_wait: bool = attrs.field(init=False)
