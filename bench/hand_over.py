@@ -33,7 +33,7 @@ async def paced_engine(tokenizer: Any, batch: int, max_tokens: int) -> AsyncIter
     do while a model computes."""
     num_blocks = (max_tokens // 16 + 3) * batch
     info = ExecutorInfo(num_blocks=num_blocks, block_size=16, vocab_size=256, max_model_len=max_tokens + 64)
-    settings = EngineSettings(max_num_seqs=batch, max_num_batched_tokens=max(512, 16 * batch))
+    settings = EngineSettings(max_num_seqs=batch, max_num_batched_tokens=max(512, 16 * batch), stream_interval=0.0)
     core = EngineCore(FakeExecutor(info, next_token=lambda context, index: 97 + index % 26), settings)
     turns = Turns()
 

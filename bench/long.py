@@ -116,7 +116,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 async def run(args: argparse.Namespace) -> dict[str, list[float]]:
     """Measure, print and write."""
     runs: list[list[Figures]] = []
-    async with trio_llm.open_engine(args.model, **args.settings) as engine:
+    # every token's time is wanted, not that of a few together
+    async with trio_llm.open_engine(args.model, **{"stream_interval": 0.0, **args.settings}) as engine:
         runs.append(await repeat(args, lambda run: prefill(engine, args.lengths, run)))
         runs.append(await repeat(args, lambda run: shared_prefix(engine, run)))
         runs.append(

@@ -153,7 +153,7 @@ async def streams(count: int, tokens: int, args: argparse.Namespace) -> dict[str
 
                 with waiting() as lengths:
                     over_http = await all_at_once(count, through)
-                note("channel: deltas that wait for their reader", *lengths)
+                note("channel: tokens that wait for their reader", *lengths)
                 note("token: HTTP, both ends", 1e6 * (over_http - in_process) / (count * tokens))
                 note("event: tokens joined in one", count * tokens / events)
             before = engine.statistics()
@@ -175,7 +175,7 @@ def application(engine: Engine, **settings: Any) -> App:
 async def outside_hypercorn(count: int, tokens: int) -> float:
     """Microseconds a token, from the core's output to the bytes of its event, when each has an event of its own."""
     async with paced_engine(None, count, tokens) as (engine, turns):
-        app = application(engine, stream_interval=0.0)
+        app = application(engine)
         await all_at_once(count, partial(read_from_app, app, 2))
         seconds = []
         for length in (1, tokens):  # what a request costs is in both, and is taken off
@@ -199,14 +199,14 @@ async def one_alone(tokens: int) -> tuple[float, float]:
 
 @contextmanager
 def waiting() -> Iterator[list[int]]:
-    """How many deltas were in a channel whenever its reader took them."""
+    """How many tokens were in a channel whenever its reader took them."""
     lengths: list[int] = []
     drain = Generation.drain
 
     def counted(generation: Generation) -> Any:
         deltas = drain(generation)
         if deltas:
-            lengths.append(len(deltas))
+            lengths.append(sum(len(delta.token_ids) for delta in deltas))
         return deltas
 
     Generation.drain = counted  # type: ignore[assignment,method-assign]

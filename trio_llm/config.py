@@ -77,6 +77,9 @@ class EngineSettings:
     """Prompt tokens that may wait for their first output before QueueFull; a prompt that waits alone may be longer."""
     credit_window: int = 256
     """Tokens that a sequence may run ahead of its reader."""
+    stream_interval: float = 0.1
+    """Seconds that tokens may be held back, to come together with those that follow, while many are served; 0
+    hands over each step's by itself."""
     stall_timeout: float = 120.0
     """Seconds a reader may leave its window full before its request is cancelled."""
     step_timeout: float = 60.0
@@ -109,6 +112,8 @@ class EngineSettings:
                 f"max_mixed_step_ratio must be at least 1, got {self.max_mixed_step_ratio}",
                 field="max_mixed_step_ratio",
             )
+        if not self.stream_interval >= 0:
+            raise ConfigurationError("stream_interval must not be negative", field="stream_interval")
         if self.prompt_lookup_max < self.prompt_lookup_min:
             raise ConfigurationError(
                 f"prompt_lookup_max ({self.prompt_lookup_max}) must not be below prompt_lookup_min "
@@ -170,9 +175,6 @@ class ServerSettings:
     """Largest request body."""
     first_result_timeout: float = 10.0
     """Seconds that a stream waits for its first result before its status line goes out."""
-    stream_interval: float = 0.1
-    """Seconds that a stream may hold tokens back, to join them in one write, while many are served; 0 writes
-    each step's by itself."""
     sse_keep_alive_interval: float = 15.0
     """Seconds of silence after which a stream sends a comment."""
     body_timeout: float = 60.0
@@ -217,7 +219,6 @@ class ServerSettings:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}", field=name)
         for name in (
             "max_stored_responses",
-            "stream_interval",
             "shutdown_timeout",
             "drain_delay",
             "first_result_timeout",

@@ -32,7 +32,7 @@ async def test_a_shared_prefix_is_found() -> None:
 
 async def test_a_long_prompt_comes_while_all_decode() -> None:
     fake = FakeExecutor(INFO)
-    async with open_simulation(executor=fake) as engine:
+    async with open_simulation(executor=fake, stream_interval=0.0) as engine:
         figures = await bench.mixed_load(engine, "run", decoders=4, long=1024, tokens=32)
 
     assert figures["p99_over_median"] > 0

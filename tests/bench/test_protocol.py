@@ -35,7 +35,7 @@ async def test_all_tokens_come_and_clients_that_leave_are_noticed() -> None:
     found = await protocol_streams.streams(3, 16, protocol.parse(["--repeats", "1", "--step-ms", "0"]))
     assert found["clients that left"] == found["aborted for it"] == [3]
     assert found["blocks not given back"] == [0]
-    assert sum(found["channel: deltas that wait for their reader"]) == 3 * 16
+    assert sum(found["channel: tokens that wait for their reader"]) == 3 * 16
     assert len(found["request: queue wait, milliseconds on the clock"]) == 3
     assert all(values for values in found.values())
     assert "| aborted for it | 3.00 |" in protocol.table(found)

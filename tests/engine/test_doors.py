@@ -355,7 +355,7 @@ async def test_drain(open_fake: OpenFake) -> None:
 
 
 async def test_choices_end_one_by_one(open_fake: OpenFake, check_free: CheckFree) -> None:
-    async with open_fake(says("0123456789")) as engine:
+    async with open_fake(says("0123456789"), stream_interval=0.0) as engine:
         async with engine.generate("hello", n=3, max_tokens=10) as generation:
             deltas = await read(generation)
         for choice in generation.choices:
@@ -399,8 +399,8 @@ class Log:
     def first_token(self, seconds: float) -> None:
         self.events.append(f"first {seconds:g}")
 
-    def inter_token(self, seconds: float) -> None:
-        self.events.append(f"next {seconds:g}")
+    def inter_token(self, seconds: float, count: int) -> None:
+        self.events += [f"next {seconds:g}"] * count
 
     def finished(self, reason: str, prompt_tokens: int, completion_tokens: int) -> None:
         self.events.append(f"{reason} {prompt_tokens} {completion_tokens}")

@@ -46,3 +46,31 @@ def test_against_the_whole_output(outputs: list[list[int]], stops: list[str], en
     assert (choice.text, len(choice.token_ids), choice.finish_reason) == expected
     assert choice.token_ids == tokens[: expected[1]]
     assert "".join(delta.text for delta in deltas) == choice.text
+
+
+@given(
+    outputs=st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=4), min_size=1, max_size=8),
+    stops=st.lists(st.text("abä", min_size=1, max_size=3), max_size=3),
+    end=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
+)
+def test_each_token_has_its_own_text_however_many_come_together(
+    outputs: list[list[int]], stops: list[str], end: FinishReason
+) -> None:
+    def parts(outputs: list[list[int]]) -> list[tuple[str, tuple[int, ...]]]:
+        choice = Choice(0)
+        track = Track(choice, TokenDecoder(ByteTokenizer()), [], SamplingParams(stop=tuple(stops)))
+        found: list[tuple[str, tuple[int, ...]]] = []
+        for number, output in enumerate(outputs, 1):
+            delta = track.absorb(SequenceOutput("id", 0, tuple(output), end if number == len(outputs) else None))
+            choice.extend(delta)
+            for text, token_ids in delta.by_token():
+                assert len(token_ids) <= 1
+                if token_ids or not found:
+                    found.append((text, token_ids))
+                else:  # the token that showed the stop string is no part of the output
+                    found[-1] = found[-1][0] + text, found[-1][1]
+            if delta.finish_reason is not None:
+                break
+        return found
+
+    assert parts(outputs) == parts([[token] for output in outputs for token in output])

@@ -210,9 +210,10 @@ async def test_details_beside_calls(serving):
         assert join(chunks)[0][0]["tool_calls"][0]["function"] == choice["message"]["tool_calls"][0]["function"]
 
 
-async def test_reasoning(serving):
+@pytest.mark.parametrize("interval", [0.0, 60.0])
+async def test_reasoning(serving, interval):
     executor, model, _ = saying("byte-level", "<think>\nhmm, so\n</think>\n\nthe fox", template=THINKING)
-    async with serving(executor=executor, model=model) as server:
+    async with serving(executor=executor, model=model, engine={"stream_interval": interval}) as server:
         choices, usage = await ask(server, n=2)
         for choice in choices:
             assert choice["message"]["reasoning_content"] == "hmm, so"
@@ -220,6 +221,7 @@ async def test_reasoning(serving):
             assert choice["finish_reason"] == "stop"
         reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
         assert 0 < reasoning < usage["completion_tokens"]
+        assert reasoning == 2 * len(model.tokenizer.encode("<think>\nhmm, so\n</think>"))
         (choice,), usage = await ask(server, max_tokens=9)
         assert choice["finish_reason"] == "length"
         assert usage["completion_tokens_details"]["reasoning_tokens"] == 9

@@ -23,6 +23,7 @@ from trio_llm.core.speculation import speculation_for
 from trio_llm.core.step import SequenceOutput
 from trio_llm.core.step_costs import StepCosts
 from trio_llm.engine import generation as generation_module
+from trio_llm.engine import outbox as outbox_module
 from trio_llm.engine.engine import Engine
 from trio_llm.engine.generation import Generation
 from trio_llm.engine.nursery import run_engine
@@ -68,6 +69,7 @@ def simulate(seed: int, log: list[object] | None = None) -> Totals:
         replayable(simulation.random),
         mock.patch.object(generation_module, "tokenize", slow_tokenize),
         mock.patch.object(generation_module, "compile_grammar", simulation.slow_compile),
+        mock.patch.object(outbox_module, "SECONDS_PER_SEQUENCE", 1.0),  # the simulated engine takes that long for a step
     ):
         trio.run(simulation.run, clock=MockClock(autojump_threshold=0))
     return simulation.totals
@@ -343,7 +345,7 @@ class Simulation:
     def first_token(self, seconds: float) -> None:
         pass
 
-    def inter_token(self, seconds: float) -> None:
+    def inter_token(self, seconds: float, count: int) -> None:
         pass
 
     def finished(self, reason: str, prompt_tokens: int, completion_tokens: int) -> None:

@@ -96,6 +96,7 @@ def make_traffic(random: Random) -> Traffic:
         max_num_queued_reqs=random.choice([8, 12, 20]),
         max_num_queued_tokens=random.choice([80, 120, 200]),
         credit_window=random.choice([1, 2, 3, 8]),
+        stream_interval=random.choice([0.0, 0.0, 3.0, 10.0]),
         stall_timeout=25.0,
         step_timeout=1000.0,
         enable_prefix_caching=random.random() < 0.8,

@@ -239,6 +239,7 @@ class Scheduler:
             started_at=request.started_at or 0.0,
             logprobs=result.logprobs.get(sequence.id, ())[: len(tokens)],
             prompt_logprobs=tuple(request.prompt_logprobs) if row.score else None,
+            is_first=row.output_index == 0,
         )
 
     def _until_end(self, sequence: Sequence, sampled: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:

@@ -126,6 +126,8 @@ class SequenceOutput:
     """One for each of token_ids, where the request asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """One for each token of the prompt after the first, on the first output of a request that asks for them."""
+    is_first: bool = False
+    """Whether the sequence had none before."""
 
 
 @attrs.frozen

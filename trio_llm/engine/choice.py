@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import attrs
 
 from trio_llm.core.request import FinishReason
@@ -29,6 +32,16 @@ class Delta:
     """Whether the last of token_ids is an end token that is no part of the text."""
     stop_string: str | None = None
     """Which of the stop strings ended the choice, where one did."""
+    texts: tuple[str, ...] = ()
+    """What of the text came with each of token_ids, where these are several."""
+
+    def by_token(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The text in as many parts as there are tokens, each with its own."""
+        if self.texts:
+            for text, token in zip(self.texts, self.token_ids, strict=True):
+                yield text, (token,)
+        else:
+            yield self.text, self.token_ids
 
 
 @attrs.define(eq=False)
@@ -82,12 +95,15 @@ class Track:
     def absorb(self, output: SequenceOutput) -> Delta:
         """What an output of the core means for the reader: its tokens up to the first end."""
         pieces: list[str] = []
+        borders: list[int] = []
+        """Where in pieces those of each token begin."""
         reason = None
         num_kept = 0
         end_is_hidden = False
         ends = output.finish_reason is FinishReason.STOP
         for token in output.token_ids:
             num_kept += 1
+            borders.append(len(pieces))
             if ends and num_kept == len(output.token_ids) and not self._shows_end:
                 end_is_hidden = True
                 break  # an end token is counted, but it is no text
@@ -110,6 +126,10 @@ class Track:
             tail, stopped = self.flush(num_kept)
             pieces.append(tail)
             reason = FinishReason.STOP if stopped else output.finish_reason
+        texts: tuple[str, ...] = ()
+        if num_kept > 1:
+            bounds = [*borders[:num_kept], len(pieces)]
+            texts = tuple("".join(pieces[begin:end]) for begin, end in pairwise(bounds))
         return Delta(
             self.choice.index,
             "".join(pieces),
@@ -118,6 +138,7 @@ class Track:
             output.logprobs[:num_kept],
             end_is_hidden,
             self._matcher.match,
+            texts,
         )
 
     def flush(self, num_new: int = 0) -> tuple[str, bool]:

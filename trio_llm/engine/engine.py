@@ -64,7 +64,7 @@ class Engine:
         self.settings = settings
         self._load = load
         self._name = name
-        self._worker = Worker(self._load_core, **worker_options)
+        self._worker = Worker(self._load_core, interval=settings.stream_interval, **worker_options)
         self._counters = Counters()
         self._core_statistics = CoreStatistics()
         self._generations: dict[str, Generation] = {}

@@ -296,7 +296,7 @@ class Generation:
         num_kept = len(delta.token_ids)
         counters.wasted_tokens += len(output.token_ids) - num_kept
         counters.generation_tokens += num_kept
-        self._time(track)
+        self._time(track, num_kept)
         self._give(track, delta)
         if delta.finish_reason is not None:
             self._engine._choices_ended(1)
@@ -320,7 +320,7 @@ class Generation:
         self._send.send_nowait(delta)
         self._num_waiting += 1
 
-    def _time(self, track: Track) -> None:
+    def _time(self, track: Track, num_tokens: int) -> None:
         now = self._last_token_at = self._engine._worker.clock()
         counters = self._engine._counters
         if not self._has_token:
@@ -328,8 +328,8 @@ class Generation:
             self._first_token_at = now
             self._engine._left_queue(len(self.prompt_token_ids))
             counters.first_token(now - self._admitted_at, len(self.prompt_token_ids))
-        elif track.last_output is not None:
-            counters.inter_token(now - track.last_output)
+        elif track.last_output is not None and num_tokens:
+            counters.inter_token((now - track.last_output) / num_tokens, num_tokens)
         track.last_output = now
 
     def _take(self, delta: Delta) -> None:

@@ -23,8 +23,8 @@ class Observer(Protocol):
     def first_token(self, seconds: float) -> None:
         """A request gave its first token, that long after it was admitted."""
 
-    def inter_token(self, seconds: float) -> None:
-        """A choice gave its next tokens, that long after the ones before."""
+    def inter_token(self, seconds: float, count: int) -> None:
+        """A choice gave so many tokens, each that long after the one before: the mean of those that came together."""
 
     def finished(self, reason: str, prompt_tokens: int, completion_tokens: int) -> None:
         """A request ended; called once for each that was admitted."""
@@ -35,7 +35,7 @@ class Statistics:
     """A snapshot; counters since the engine was opened."""
 
     core: CoreStatistics
-    """As of the last step."""
+    """As of the last step that was handed over: at most `stream_interval` and a step ago."""
     num_requests: int
     """In flight: entered and not ended."""
     num_waiting: int
@@ -71,10 +71,10 @@ class Counters:
             except Exception:
                 logger.exception("observer failed")
 
-    def inter_token(self, seconds: float) -> None:
+    def inter_token(self, seconds: float, count: int) -> None:
         for observer in self.observers:
             try:
-                observer.inter_token(seconds)
+                observer.inter_token(seconds, count)
             except Exception:
                 logger.exception("observer failed")
 

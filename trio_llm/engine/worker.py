@@ -1,8 +1,8 @@
 """The worker: takes the commands, steps the core, hands the outputs over.
 
 The core belongs to one thread.  Trio posts commands to the worker's inbox; every turn the
-worker applies all that came, runs one step and hands everything over in one call, however
-many requests there are.  A turn is `pump()`.  A thread runs it in production, a Trio task
+worker applies all that came and runs one step.  What is to be handed over then, by the Outbox's
+judgement, goes in one call, however many requests there are.  A turn is `pump()`.  A thread runs it in production, a Trio task
 in simulations.
 """
 
@@ -19,6 +19,7 @@ import trio
 from trio_llm.core.engine_core import EngineCore
 from trio_llm.core.request import FinishReason, Request
 from trio_llm.core.step import CoreStatistics, SequenceOutput
+from trio_llm.engine.outbox import Outbox
 from trio_llm.errors import RequestFailed, TrioLLMError
 
 logger = structlog.get_logger(__name__)
@@ -65,7 +66,7 @@ Command = Add | Finish | Acknowledge | Settle | Stop
 
 @attrs.frozen
 class Report:
-    """All that one turn has to say."""
+    """All that there is to say since the last one."""
 
     outputs: tuple[SequenceOutput, ...]
     statistics: CoreStatistics
@@ -79,12 +80,16 @@ class Worker:
         load: makes the core; called in the worker's thread, since that thread alone
             touches the model.
         clock: seconds; the watchdog reads `turn_began` with the same clock.
+        interval: seconds that outputs may be held back to be handed over together, while many are served.
     """
 
-    def __init__(self, load: Callable[[], EngineCore], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, load: Callable[[], EngineCore], clock: Callable[[], float] = time.monotonic, *, interval: float = 0.0
+    ) -> None:
         self.clock = clock
+        self._outbox = Outbox(interval)
         self.deliver: Callable[[Report], object] = lambda report: None
-        """Takes each turn's report; may raise trio.RunFinishedError when nobody is left to take it."""
+        """Takes the reports; may raise trio.RunFinishedError when nobody is left to take it."""
         self.on_post: Callable[[], object] = lambda: None
         """Called after each post: wakes a driver that does not block on the inbox."""
         self.turn_began: float | None = None
@@ -153,10 +158,11 @@ class Worker:
         finally:
             # before the report goes out: who has it may look at the clock
             self.turn_began = None
-        self._hand_over(report)
+        if report is not None:
+            self._hand_over(report)
         return self.stopped or core.has_work()
 
-    def _turn(self, core: EngineCore, commands: list[Command]) -> Report:
+    def _turn(self, core: EngineCore, commands: list[Command]) -> Report | None:
         outputs: list[SequenceOutput] = []
         settled: list[Hashable] = []
         for command in commands:
@@ -165,7 +171,11 @@ class Worker:
                 break
         if not self.stopped and core.has_work():
             outputs += core.step(self.clock())
-        return Report(tuple(outputs), core.statistics(), tuple(settled))
+        self._outbox.put(outputs, self.clock())
+        nothing_follows = self.stopped or bool(settled) or not core.has_work()
+        is_due = nothing_follows or self._outbox.is_due(core.queues.num_running)
+        ready = self._outbox.take(everything=is_due)
+        return Report(tuple(ready), core.statistics(), tuple(settled)) if ready or is_due else None
 
     def _apply(self, command: Command, outputs: list[SequenceOutput], settled: list[Hashable]) -> None:
         match command:

@@ -70,12 +70,6 @@ class Exchange:
     _stack: contextlib.AsyncExitStack = attrs.field(factory=contextlib.AsyncExitStack, init=False)
     _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
     _arrived: trio.Event = attrs.field(factory=trio.Event, init=False)
-    _has_news: bool = attrs.field(default=False, init=False)
-    """Something has come since the last time that all was taken."""
-    _quiet_until: float = attrs.field(default=-math.inf, init=False)
-    _due: float = attrs.field(default=math.inf, init=False)
-    _wait: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
-    """Around the wait for something to come."""
 
     async def __aenter__(self) -> Self:
         await self._stack.__aenter__()
@@ -117,17 +111,13 @@ class Exchange:
         assert self.failure is not None
         raise self.failure
 
-    async def receive(
-        self, *, quiet_until: float = -math.inf, due: float = math.inf, silent_until: float = math.inf
-    ) -> list[tuple[int, Delta]]:
+    async def receive(self, silent_until: float = math.inf) -> list[tuple[int, Delta]]:
         """Wait until something has come of any generation, and take all that is there.
 
-        Being cancelled here loses nothing.  All times are of Trio's clock.
+        Being cancelled here loses nothing.
 
         Args:
-            quiet_until: before that nothing is taken but the end, so that what comes is joined by what follows.
-            due: what has come is taken then, whether it is followed by something or not.
-            silent_until: for how long to wait where nothing comes.
+            silent_until: for how long to wait where nothing comes, on Trio's clock.
 
         Returns:
             Deltas, each with the place of its generation; none if nothing has come.
@@ -136,17 +126,14 @@ class Exchange:
             TrioLLMError: a generation failed and all that it made before was taken, or the server
                 ended the exchange.
         """
-        self._quiet_until, self._due = quiet_until, due
-        with trio.CancelScope(deadline=due if self._has_news else silent_until) as self._wait:
-            while True:
-                if not self._is_quiet() and (deltas := self._take()):
-                    return deltas
+        with trio.move_on_at(silent_until):
+            while not (deltas := self._take()):
                 await self._arrived.wait()
                 self._arrived = trio.Event()
+            return deltas
         return self._take()
 
     def _take(self) -> list[tuple[int, Delta]]:
-        self._has_news = False
         deltas = [(place, delta) for place, generation in enumerate(self.generations) for delta in generation.drain()]
         if self.failure is not None:
             raise self.failure
@@ -165,18 +152,8 @@ class Exchange:
     def _is_over(self) -> bool:
         return all(generation.is_over for generation in self.generations)
 
-    def _is_quiet(self) -> bool:
-        # to ask for the time takes as long as all else here, and a stream that is alone is never quiet
-        has_pace = self._quiet_until > -math.inf
-        return has_pace and not self._is_over() and trio.current_time() < self._quiet_until
-
     def _note_arrival(self) -> None:
-        if not self._is_quiet():
-            self._arrived.set()
-        elif not self._has_news:
-            # to wake nobody costs nothing; should nothing follow, there is a time for that
-            self._wait.deadline = min(self._wait.deadline, self._due)
-        self._has_news = True
+        self._arrived.set()
 
     def abandon(self) -> None:
         """The client is gone: take its generations out of the engine at once."""

@@ -129,10 +129,6 @@ def _client_request_id(headers: Any) -> str | None:
     return None
 
 
-SECONDS_PER_STREAM = 0.0035
-"""By which each further request lengthens the time between two writes of a stream."""
-
-
 class App(QuartTrio):
     """The application.  Its engines are in `registry`, its state in `lifecycle`.
 
@@ -204,14 +200,6 @@ class App(QuartTrio):
         engine = self.registry.get(next(iter(self.registry)) if model is None else model)
         self.metrics.observe(engine)
         return engine
-
-    def stream_pace(self) -> float:
-        """Seconds between two writes of a stream: none while it is alone.
-
-        A write costs about as much whatever it holds.  The more are served, the more is joined in one, so
-        that writing stays a small part of the work of this process.
-        """
-        return min(self.settings.stream_interval, SECONDS_PER_STREAM * (len(self.exchanges) - 1))
 
     def engine_for(self, model: str) -> Engine:
         """The engine that generates with a model.

@@ -40,9 +40,9 @@ class _Latencies:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self._sum += seconds
+    def observe(self, seconds: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += count
+        self._sum += seconds * count
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
         """Put the counts, each with those below it, into what is scraped."""
@@ -60,8 +60,8 @@ class _Observer:
     def first_token(self, seconds: float) -> None:
         self.to_first.observe(seconds)
 
-    def inter_token(self, seconds: float) -> None:
-        self.between.observe(seconds)
+    def inter_token(self, seconds: float, count: int) -> None:
+        self.between.observe(seconds, count)
 
     def finished(self, reason: str, prompt_tokens: int, completion_tokens: int) -> None:
         """Counted by the engine itself."""

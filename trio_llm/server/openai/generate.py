@@ -154,7 +154,6 @@ async def answer_stream(app: App, exchange: Exchange, writer: Writer) -> Respons
         writer,
         patience=app.settings.first_result_timeout,
         keep_alive=app.settings.sse_keep_alive_interval,
-        pace=app.stream_pace,
     )
 
 

@@ -26,7 +26,8 @@ class Speech:
         """Take what is new, and with the last of it what was held back."""
         events: list[Event] = []
         for delta in deltas:
-            events += self._parser.push(delta.text, delta.token_ids)
+            for text, token_ids in delta.by_token():
+                events += self._parser.push(text, token_ids)
             if delta.finish_reason is not None:
                 events += self._parser.finish()
         if not self._reading.parallel:

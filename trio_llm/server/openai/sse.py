@@ -6,8 +6,7 @@ only ever advanced, and what it reads from belongs to the request's Exchange.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -20,11 +19,6 @@ from trio_llm.errors import TrioLLMError
 from trio_llm.server.exchange import Exchange
 
 KEEP_ALIVE = b": keep-alive\n\n"
-
-QUIET = 0.7
-"""The part of the time between two writes in which what comes is left to be joined by more, before it is known how
-often something comes.  Then it is as much as leaves room for one: the last that comes in time is written with all
-that came before, and no timer is needed where there is always more."""
 
 
 class Writer(Protocol):
@@ -59,7 +53,6 @@ class EventStream(ResponseBody):
         writer: the endpoint's spelling.
         keep_alive: seconds of silence after which a comment is sent.
         first: the deltas that were waited for before the status line went out; None if none came in time.
-        pace: seconds between two writes at most, as things stand, while something comes.
     """
 
     def __init__(
@@ -69,7 +62,6 @@ class EventStream(ResponseBody):
         *,
         keep_alive: float,
         first: list[tuple[int, Delta]] | None,
-        pace: Callable[[], float] = float,
     ) -> None:
         self._exchange = exchange
         self._writer = writer
@@ -80,10 +72,6 @@ class EventStream(ResponseBody):
         self._num_choices = exchange.generations[0].params.n
         """Of each prompt."""
         self._running = self._num_choices * len(exchange.generations)
-        self._pace = pace
-        self._written = -math.inf
-        self._interval: float | None = None
-        """Seconds from one token of a choice to its next, lately; None before that is known."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -103,8 +91,6 @@ class EventStream(ResponseBody):
             if not self._opened:
                 self._opened = True
                 opening = b"".join(self._writer.opening(index) for index in range(self._running))
-                if self._first:
-                    self._written = trio.current_time()
                 # the status line goes out with the first piece, so that must not be waited for
                 return opening + self._encode(self._first or ()) or KEEP_ALIVE
             return await self._next()
@@ -117,23 +103,11 @@ class EventStream(ResponseBody):
         self._done = self._exchange.said_all = True
 
     async def _next(self) -> bytes:
-        pace = self._pace()
-        due = self._written + pace if pace else math.inf
-        interval = (1 - QUIET) * pace if self._interval is None else self._interval
-        quiet_until = due - interval if pace else -math.inf
         silent_until = trio.current_time() + self._keep_alive
-        while True:
-            deltas = await self._exchange.receive(quiet_until=quiet_until, due=due, silent_until=silent_until)
-            if not deltas:
-                return KEEP_ALIVE
-            num_running = self._running
+        while deltas := await self._exchange.receive(silent_until):
             if events := self._encode(deltas):
-                if pace:
-                    now = trio.current_time()
-                    num_tokens = sum(len(delta.token_ids) for _, delta in deltas)
-                    self._interval = (now - self._written) * num_running / max(1, num_tokens)
-                    self._written = now
                 return events
+        return KEEP_ALIVE
 
     def _encode(self, arrived: Iterable[tuple[int, Delta]]) -> bytes:
         parts: dict[tuple[int, int], list[Delta]] = {}
@@ -153,9 +127,7 @@ class EventStream(ResponseBody):
         return b"".join(events)
 
 
-async def stream(
-    exchange: Exchange, writer: Writer, *, patience: float, keep_alive: float, pace: Callable[[], float] = float
-) -> Response:
+async def stream(exchange: Exchange, writer: Writer, *, patience: float, keep_alive: float) -> Response:
     """The streamed answer of entered generations.
 
     Their first result is awaited for `patience` seconds, so that what fails in prefill still gets a
@@ -167,7 +139,7 @@ async def stream(
     first: list[tuple[int, Delta]] | None = None
     with trio.move_on_after(patience):
         first = await exchange.receive()
-    body = EventStream(exchange, writer, keep_alive=keep_alive, first=first, pace=pace)
+    body = EventStream(exchange, writer, keep_alive=keep_alive, first=first)
     response = Response(body, content_type="text/event-stream; charset=utf-8")
     response.headers["cache-control"] = "no-cache"
     response.headers["x-accel-buffering"] = "no"  # nginx would collect the events
