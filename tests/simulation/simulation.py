@@ -69,7 +69,9 @@ def simulate(seed: int, log: list[object] | None = None) -> Totals:
         replayable(simulation.random),
         mock.patch.object(generation_module, "tokenize", slow_tokenize),
         mock.patch.object(generation_module, "compile_grammar", simulation.slow_compile),
-        mock.patch.object(outbox_module, "SECONDS_PER_SEQUENCE", 1.0),  # the simulated engine takes that long for a step
+        mock.patch.object(
+            outbox_module, "SECONDS_PER_SEQUENCE", 1.0
+        ),  # the simulated engine takes that long for a step
     ):
         trio.run(simulation.run, clock=MockClock(autojump_threshold=0))
     return simulation.totals
