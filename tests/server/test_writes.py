@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import h11
+import orjson
 import pytest
 import trio
 from quart import Response
@@ -160,3 +162,29 @@ async def test_who_is_silent_between_two_requests_is_let_go_and_who_waits_for_an
             assert (await client.receive()).status == 200
         with trio.fail_after(5):
             assert await client.stream.receive_some() == b""
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+async def test_only_the_head_and_the_end_of_a_stream_of_chunks_are_made_by_h11(
+    serving, monkeypatch, written, gated, version
+):
+    sent = []
+    send = h11.Connection.send
+    monkeypatch.setattr(h11.Connection, "send", lambda self, event: sent.append(type(event)) or send(self, event))
+    executor, gate = gated
+    async with serving(executor=executor) as server:
+        client = await server.connect()
+        body = orjson.dumps({**HI, "max_tokens": 4, "stream": True})
+        head = f"POST {CHAT} HTTP/{version}\r\nhost: here\r\ncontent-type: application/json\r\n"
+        await client.stream.send_all(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
+        for number in range(4):
+            gate.let(1)
+            await server.until(lambda number=number: len(written) == number + 1)
+        if version == "1.1":
+            assert (await client.receive()).events[-1] == "DONE"
+            assert sent == [h11.Response, h11.Data, h11.EndOfMessage]
+        else:  # no chunks, and the end is that of the connection
+            with trio.fail_after(10), pytest.raises(EOFError):
+                await client.until(b"never")
+            assert client.buffer.endswith(b"data: [DONE]\n\n")
+            assert sent[:6] == [h11.Response, *[h11.Data] * 4, h11.EndOfMessage]
