@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import orjson
+from http_client import EventParser
 from report import spread
 
 
@@ -30,6 +31,22 @@ class Answer:
     finish_reason: str | None = None
     usage: Mapping[str, Any] | None = None
     failure: str | None = None
+    pieces: list[tuple[float, bytes]] | None = None
+    """The stream as it came, with the times; None if there is nothing to read."""
+
+    def read(self) -> None:
+        """Read the stream, which is left until the run is over: a client takes as little as it can of the machine."""
+        if self.pieces is None:
+            return
+        parser = EventParser()
+        for time, piece in self.pieces:
+            for event in parser.feed(piece):
+                self.take(event, time)
+        self.pieces = None
+        if self.failure is None and self.finish_reason is None:
+            self.failure = "the stream ended without a finish_reason"
+        elif self.failure is None and not self.arrivals:
+            self.failure = "the answer holds no text"
 
     def take(self, event: bytes, now: float) -> None:
         """Note one event of the stream."""

@@ -31,7 +31,7 @@ async def closed_loop(open_client: OpenClient, *, concurrency: int, requests: in
     async with trio.open_nursery() as nursery:
         for _ in range(concurrency):
             nursery.start_soon(one_client)
-    return answers
+    return _read(answers)
 
 
 async def open_loop(open_client: OpenClient, *, rate: float, requests: int, seed: str) -> list[Answer]:
@@ -50,6 +50,12 @@ async def open_loop(open_client: OpenClient, *, rate: float, requests: int, seed
             await trio.sleep_until(due)
             nursery.start_soon(one_request, index)
             due += arrivals.expovariate(rate)
+    return _read(answers)
+
+
+def _read(answers: list[Answer]) -> list[Answer]:
+    for answer in answers:
+        answer.read()
     return answers
 
 
