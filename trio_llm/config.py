@@ -78,8 +78,8 @@ class EngineSettings:
     credit_window: int = 256
     """Tokens that a sequence may run ahead of its reader."""
     stream_interval: float = 0.1
-    """Seconds that tokens may be held back, to come together with those that follow, while many are served; 0
-    hands over each step's by itself."""
+    """Seconds that tokens may be held back, to come together with those that follow, while many are served (3.5 ms for each
+    sequence but the first); 0 hands over each step's by itself."""
     stall_timeout: float = 120.0
     """Seconds a reader may leave its window full before its request is cancelled."""
     step_timeout: float = 60.0

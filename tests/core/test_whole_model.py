@@ -10,6 +10,7 @@ import torch
 from trio_llm.config import EngineSettings
 from trio_llm.core.attention import SequenceSpan
 from trio_llm.core.build import build_core
+from trio_llm.core.fusion import FusedLayer
 from trio_llm.core.kernels import Kernels
 from trio_llm.core.model import PagedModel, SpanInput
 from trio_llm.core.packing import pack
@@ -163,3 +164,34 @@ def test_a_model_with_one_layer_that_is_not_fused_keeps_its_forward(kernels: Ker
     ours = fused(model, kernels, torch.float32)
     assert ours._whole is None
     assert torch.equal(paged_logits(ours, TEXT), by_its_forward(ours))
+
+
+def test_a_rotation_that_goes_by_more_than_positions_keeps_the_forward(kernels: Kernels) -> None:
+    """Mellum's wants the layer's kind; all else of this model is of the pattern."""
+    from transformers import MellumConfig, MellumForCausalLM
+
+    torch.manual_seed(0)
+    config = MellumConfig(
+        vocab_size=1000, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, mlp_layer_types=["dense"] * 2,
+        layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+    ours = fused(MellumForCausalLM(config).eval(), kernels, torch.float32)
+    assert all(isinstance(layer, FusedLayer) for layer in ours.model.model.layers)
+    assert ours._whole is None
+    assert paged_logits(ours, TEXT).isfinite().all()
+
+
+def test_the_pages_of_another_engine_are_not_touched(kernels: Kernels) -> None:
+    first = fused(build("llama"), kernels, torch.float32)
+    second = paged(first.model, block_size=4, num_blocks=2, backend="kernels")
+    with pytest.raises(RuntimeError, match="another engine"):
+        paged_logits(first, TEXT)
+    with torch.inference_mode():
+        assert second.forward([SpanInput([1, 2], SequenceSpan(0, 2, [0]))], [1]).isfinite().all()
+
+
+def test_what_was_found_is_found_again(kernels: Kernels) -> None:
+    ours = fused(build("llama"), kernels, torch.float32)
+    ours.fuse_layers()
+    assert ours._whole is not None

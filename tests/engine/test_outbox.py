@@ -10,11 +10,12 @@ import trio.testing
 from trio_llm.config import EngineSettings
 from trio_llm.core.executor import ExecutorInfo, FakeExecutor
 from trio_llm.core.request import FinishReason
-from trio_llm.core.step import SequenceOutput, TokenLogprobs
+from trio_llm.core.step import SequenceOutput, StepPlan, TokenLogprobs
 from trio_llm.engine.choice import Delta
+from trio_llm.engine.engine import Engine
 from trio_llm.engine.outbox import SECONDS_PER_SEQUENCE, Outbox
 from trio_llm.engine.simulation import FakeModel, open_simulation
-from trio_llm.errors import ConfigurationError, RequestFailed
+from trio_llm.errors import ConfigurationError, EngineDead, RequestFailed
 
 INFO = ExecutorInfo(num_blocks=256, block_size=4, vocab_size=256, max_model_len=512)
 STEP = 1 / 64
@@ -98,6 +99,18 @@ def test_an_error_comes_after_what_was_made_before() -> None:
     assert take(outbox) == [error]
 
 
+@pytest.mark.parametrize("nothing_follows", [False, True])
+def test_an_error_of_one_choice_comes_after_what_the_others_have_made(nothing_follows: bool) -> None:
+    outbox = Outbox(1.0)
+    outbox.put([], 0.0)
+    take(outbox, nothing_follows=True)
+    outbox.put([SequenceOutput("a", 1, (2,)), SequenceOutput("a", 0, (3,)), output(8, request_id="b")], 0.1)
+    error = SequenceOutput("a", 1, (), FinishReason.ERROR, RequestFailed("it failed"))
+    outbox.put([SequenceOutput("a", 0, (4,)), error], 0.2)
+    taken = [each for each in take(outbox, nothing_follows=nothing_follows) if each.request_id == "a"]
+    assert taken == [SequenceOutput("a", 0, (3, 4)), SequenceOutput("a", 1, (2,)), error]
+
+
 def test_after_a_pause_what_comes_is_handed_over_at_once() -> None:
     outbox = filled()
     assert take(outbox) == []
@@ -161,3 +174,31 @@ async def test_a_window_that_is_smaller_than_what_is_joined_does_not_stop_the_en
 ) -> None:
     found = await arrivals(30, 24, stream_interval=1000.0, credit_window=4)
     assert all(len(text(reader)) == 24 for reader in found)
+
+
+async def test_what_was_made_before_the_engine_broke_is_read(autojump_clock: trio.testing.MockClock) -> None:
+    def step(plan: StepPlan) -> None:
+        if len(executor.plans) == 12:
+            executor.broken = RuntimeError("broken")
+            raise executor.broken
+
+    executor = FakeExecutor(INFO, on_launch=step, next_token=lambda context, index: ord("a") + index)
+    texts: list[str] = []
+
+    async def read(engine: Engine, number: int) -> None:
+        async with engine.generate([number + 1] * 3, max_tokens=50) as generation:
+            try:
+                async for _ in generation:
+                    pass
+            finally:
+                texts.append(generation.text)
+
+    async def run() -> None:
+        async with open_simulation(FakeModel(), executor=executor, seconds_per_turn=STEP) as engine:
+            async with trio.open_nursery() as nursery:
+                for number in range(20):
+                    nursery.start_soon(read, engine, number)
+
+    with pytest.raises(EngineDead):
+        await run()
+    assert texts == ["abcdefghijkl"] * 20

@@ -181,6 +181,7 @@ class PagedModel:
         table = range(num_probe_blocks(self.backend.block_size))
         token_ids = range(7)
         few = SpanInput(token_ids, SequenceSpan(0, len(token_ids), table))
+        self._whole = None
         with torch.inference_mode():
             count = fuse(self.model, lambda: self.forward([few], [0]))
             self._whole = find_whole(self.model, self.backend, token_ids, lambda: self.forward([few], token_ids))

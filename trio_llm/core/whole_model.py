@@ -20,7 +20,7 @@ from trio_llm.core.attention import LAYER_ATTRIBUTE
 from trio_llm.core.fusion import TOLERANCE, FusedLayer, LayerRun, rms_epsilon
 from trio_llm.core.kernels import Model
 from trio_llm.core.packing import PackedLinear
-from trio_llm.core.page_attention import PageBackend
+from trio_llm.core.page_attention import PageBackend, PageLayer
 
 MIN_POSITIONS = 2048
 """Positions whose rotation is computed at the first; from then on twice as many whenever they are too few."""
@@ -70,11 +70,15 @@ class WholeModel:
 
         Raises:
             IndexError: a token has no embedding.
+            RuntimeError: the model's pages are another backend's.
         """
+        pages: PageLayer = getattr(self._run.layers[0].self_attn, LAYER_ATTRIBUTE)
+        if pages.backend is not backend:  # whose blocks are not ours: out of bounds is no error in C++
+            raise RuntimeError("the model has the pages of another engine, which was opened on it later")
         if not 0 <= min(token_ids) <= max(token_ids) < len(self._embeddings):
             raise IndexError(f"a token id is not one of {len(self._embeddings)}")
         self._cover(backend.num_positions)
-        layers = self._run.over(getattr(self._run.layers[0].self_attn, LAYER_ATTRIBUTE))
+        layers = self._run.over(pages)
         self._model.layers, self._model.num_layers = layers, len(layers)
         return backend.kernels.forward(self._model, backend.spans, token_ids, wanted)
 
@@ -89,7 +93,7 @@ class WholeModel:
     def _rotations(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines (positions, rotary_dim)."""
         positions = torch.arange(begin, end, device="cpu")
-        cosines, sines = self._rotary(self._embeddings[:1], position_ids=positions[None])
+        cosines, sines = self._rotary(self._embeddings[:1], positions[None])
         return cosines[0].contiguous(), sines[0].contiguous()
 
     def rotates_like(self, rotation: tuple[Tensor, Tensor]) -> bool:
@@ -113,19 +117,24 @@ def find_whole(
         token_ids: of a sequence from its first token on.
         forward: runs them through the model and gives the logits of all, (len(token_ids), vocab).
     """
-    whole = _whole(model)
-    if whole is None:
+    if not _has_pattern(model):
         return None
     base, head = model.base_model, model.get_output_embeddings()
     seen: dict[str, Any] = {}
 
     def note(name: str, module: nn.Module) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            seen[name] = (args[0] if args else None), kwargs, output
+            seen[name] = args, kwargs, output
 
         return module.register_forward_hook(hook, with_kwargs=True)
 
-    watched = {"first": base.layers[0], "last": base.layers[-1], "norm": base.norm, "head": head}
+    watched = {
+        "rotary": base.rotary_emb,
+        "first": base.layers[0],
+        "last": base.layers[-1],
+        "norm": base.norm,
+        "head": head,
+    }
     hooks = [note(name, module) for name, module in watched.items()]
     try:
         logits = forward()
@@ -134,36 +143,50 @@ def find_whole(
             hook.remove()
     if seen.keys() != watched.keys():
         return None
-    (entered, kwargs, _), (*_, left) = seen["first"], seen["last"]
-    (norm_in, _, norm_out), (head_in, _, head_out) = seen["norm"], seen["head"]
-    embedded = model.get_input_embeddings().weight[list(token_ids)]
-    handed_on = ((embedded, entered), (left, norm_in), (norm_out, head_in), (head_out, logits))
-    if not all(
-        given.numel() == taken.numel() and torch.equal(given.view_as(taken), taken) for given, taken in handed_on
-    ):
+    args, kwargs, _ = seen["rotary"]
+    if len(args) + len(kwargs) != 2 or not kwargs.keys() <= {"position_ids"}:
+        return None  # it goes by more than positions
+    takes = {name: args[0] if args else None for name, (args, _, _) in seen.items()}
+    gives = {name: output for name, (_, _, output) in seen.items()}
+    embedded = base.embed_tokens.weight[list(token_ids)]
+    handed_on = (
+        (embedded, takes["first"]),
+        (gives["last"], takes["norm"]),
+        (gives["norm"], takes["head"]),
+        (gives["head"], logits),
+    )
+    if not all(_same(given, taken) for given, taken in handed_on):
         return None
-    if not whole.rotates_like(kwargs["position_embeddings"]) or not whole.norms_like(norm_in, norm_out):
+    whole = WholeModel(base.layers[0].run, base.embed_tokens.weight, base.rotary_emb, base.norm, head)
+    if not whole.rotates_like(seen["first"][1]["position_embeddings"]) or not whole.norms_like(
+        takes["norm"], gives["norm"]
+    ):
         return None
     error = whole.forward(backend, token_ids, range(len(token_ids))) - logits
     return whole if error.abs().max() <= TOLERANCE * logits.abs().max() else None
 
 
-def _whole(model: Any) -> WholeModel | None:
-    """A model that has the pattern, by the names that transformers gives its parts."""
+def _same(given: object, taken: object) -> bool:
+    """The same numbers in the same order, whatever their shapes."""
+    if not isinstance(given, Tensor) or not isinstance(taken, Tensor):
+        return False
+    return given.numel() == taken.numel() and torch.equal(given.reshape_as(taken), taken)
+
+
+def _has_pattern(model: Any) -> bool:
+    """By the names that transformers gives a model's parts."""
     parts = dict(model.base_model.named_children())
     if parts.keys() != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-        return None
-    head = model.get_output_embeddings()
+        return False
     layers = list(parts["layers"])
     if not all(isinstance(layer, FusedLayer) and layer.run is layers[0].run for layer in layers):
-        return None
-    run: LayerRun = layers[0].run
-    weight = parts["embed_tokens"].weight
-    if (
-        len(run.layers) != len(layers)
-        or not isinstance(head, PackedLinear)
-        or weight.dtype is not torch.float32
-        or rms_epsilon(parts["norm"]) is None
-    ):
-        return None
-    return WholeModel(run, weight, parts["rotary_emb"], parts["norm"], head)
+        return False
+    weight = getattr(parts["embed_tokens"], "weight", None)
+    return (
+        len(layers[0].run.layers) == len(layers)
+        and isinstance(model.get_output_embeddings(), PackedLinear)
+        and isinstance(weight, Tensor)
+        and weight.dtype is torch.float32
+        and weight.is_contiguous()
+        and rms_epsilon(parts["norm"]) is not None
+    )

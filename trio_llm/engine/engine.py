@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import uuid
 from typing import TYPE_CHECKING, Any, Literal
@@ -384,6 +385,8 @@ class Engine:
 
 
 _seeds = random.Random()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_seeds.seed)
 
 
 def draw_seed() -> int:

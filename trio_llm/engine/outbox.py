@@ -39,6 +39,10 @@ class Outbox:
         self._step, self._put_at = now - self._put_at, now
         for output in outputs:
             key = output.request_id, output.index
+            if output.error is not None:
+                # it ends the whole request: what the other choices have made comes before it
+                self._urgent += [held for held in self._held if held[0] == output.request_id and held != key]
+                self._held[key] = self._held.pop(key, [])
             self._held.setdefault(key, []).append(output)
             if output.is_first or output.finish_reason is not None:
                 self._urgent.append(key)

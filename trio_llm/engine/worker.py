@@ -155,6 +155,10 @@ class Worker:
         self.turn_began = self.clock()
         try:
             report = self._turn(core, commands)
+        except Exception:
+            # what was made before is still its readers'
+            self._hand_over(Report(tuple(self._outbox.take(everything=True)), core.statistics()))
+            raise
         finally:
             # before the report goes out: who has it may look at the clock
             self.turn_began = None

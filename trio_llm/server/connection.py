@@ -124,11 +124,12 @@ class _HTTPStream(HTTPStream):
     is_last = False
 
     async def app_send(self, message: Any) -> None:
-        self.is_last = message is not None and not message.get("more_body", False)
-        if message is None or self.is_last or not self.protocol.takes_pieces():
+        is_body = message is not None and message["type"] == "http.response.body"
+        self.is_last = is_body and not message.get("more_body", False)
+        if not is_body or self.is_last or not self.protocol.takes_pieces(self):
             await super().app_send(message)
-        elif message["body"]:
-            await self.protocol.send_piece(message["body"])
+        elif body := message.get("body"):
+            await self.protocol.send_piece(body)
 
 
 class _HTTP1Protocol(H11Protocol):
@@ -157,9 +158,9 @@ class _HTTP1Protocol(H11Protocol):
         else:
             await super().stream_send(event)
 
-    def takes_pieces(self) -> bool:
-        """Whether the body that is under way is one of chunks."""
-        is_body = self.stream is not None and self.stream.scope["method"] != "HEAD"
+    def takes_pieces(self, stream: _HTTPStream) -> bool:
+        """Whether a stream's body is under way, and one of chunks."""
+        is_body = self.stream is stream and stream.scope["method"] != "HEAD"
         return is_body and self._is_chunked and self.connection.our_state is h11.SEND_BODY and not self.broken
 
     async def send_piece(self, body: bytes) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import math
+import os
 import secrets
 from collections.abc import Awaitable, Callable
 from types import TracebackType
@@ -26,8 +27,12 @@ _numbers = itertools.count()
 
 
 def new_request_id() -> str:
-    """An id that no client can guess or choose: a keyed hash of a number, as the system takes long over random bytes."""
-    return hashlib.blake2b(next(_numbers).to_bytes(8), key=_secret, digest_size=12).hexdigest()
+    """An id that no client can guess or choose: a keyed hash of a number, as the system takes long over random bytes.
+
+    The process is in it too: one that was forked has the same key and goes on with the same numbers.
+    """
+    number = b"%d %d" % (os.getpid(), next(_numbers))
+    return hashlib.blake2b(number, key=_secret, digest_size=12).hexdigest()
 
 
 def _as_it_is(error: TrioLLMError) -> None:

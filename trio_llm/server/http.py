@@ -44,7 +44,7 @@ _ENDLESS = {408, 413}
 class _HTTPConnection(TrioASGIHTTPConnection):
     """One request: holds its Exchange open around everything that handles and answers it.
 
-    It stands between server and framework, where only messages of ASGI pass, and minds three of them:
+    It stands between server and framework, where only messages of ASGI pass, and minds four of them:
 
     * A disconnect reaches the engine first, synchronously: the handler may be stuck in a write that
       does not feel its cancellation.
@@ -53,6 +53,7 @@ class _HTTPConnection(TrioASGIHTTPConnection):
       closed properly, and `Connection: close` would not be honoured.
     * An answer that comes before the whole request (a 404 needs no body) ends the connection.  It waits
       a moment for the rest, else it says so: a client that was not told would see its next request fail.
+    * The last piece of a stream is told as the end, so that both are one write.
     """
 
     app: App

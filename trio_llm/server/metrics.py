@@ -152,7 +152,9 @@ class Metrics(Collector):
             labels=[_LABEL],
         )
         between = HistogramMetricFamily(
-            PREFIX + "inter_token_latency_seconds", "Seconds between the tokens of a choice.", labels=[_LABEL]
+            PREFIX + "inter_token_latency_seconds",
+            "Seconds between the tokens of a choice, the mean of those that came together.",
+            labels=[_LABEL],
         )
         for name, observer in self._observers.items():
             observer.to_first.add_to(to_first, [name])
