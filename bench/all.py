@@ -34,6 +34,7 @@ def tasks(args: argparse.Namespace) -> Iterator[Task]:
     peers = [f"--{name}={value}" for name in PEERS if (value := getattr(args, name.replace("-", "_")))]
     yield "peers", ["peers.py", "--requests", "0", *load, *peers]
     yield "engine", ["engine.py", *load, "--concurrency", "1", "8", "32"]
+    yield "over_http", ["over_http.py", *load, "--concurrency", "8", "32"]
     yield "sampling", ["engine.py", *load, "--concurrency", "32", "--sampling", '{"temperature": 0.8, "top_p": 0.95}']
     served = ["serve.py", "--url", f"http://127.0.0.1:{PORT}", "--model", "smollm2", *load]
     served += ["--extra-body", '{"ignore_eos": true}', "--concurrency"]

@@ -136,8 +136,15 @@ def watch_everything(parts: Parts, core: EngineCore) -> None:
 def make_core(args: argparse.Namespace) -> tuple[EngineCore, Any, Reading | None]:
     """An engine for as many sequences as the largest batch, a tokenizer, and of a random model what a step reads."""
     size = max(args.batch)
+    # without a model all prompts are taken in one step: many would have ended before the last of many had begun
+    budget = max(512, (args.context + 1 if args.scheduler else 2) * size)
     settings = EngineSettings(
-        **{"max_num_seqs": size, "max_num_batched_tokens": max(512, 2 * size), "credit_window": 2**20, **args.settings}
+        **{
+            "max_num_seqs": size,
+            "max_num_batched_tokens": budget,
+            "credit_window": 2**20,
+            **args.settings,
+        }
     )
     if args.scheduler:
         info = ExecutorInfo(num_blocks=64 * size, block_size=16, vocab_size=512, max_model_len=4096)

@@ -146,7 +146,7 @@ def find_whole(
     args, kwargs, _ = seen["rotary"]
     if len(args) + len(kwargs) != 2 or not kwargs.keys() <= {"position_ids"}:
         return None  # it goes by more than positions
-    takes = {name: args[0] if args else None for name, (args, _, _) in seen.items()}
+    takes: dict[str, Any] = {name: args[0] if args else None for name, (args, _, _) in seen.items()}
     gives = {name: output for name, (_, _, output) in seen.items()}
     embedded = base.embed_tokens.weight[list(token_ids)]
     handed_on = (
