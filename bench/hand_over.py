@@ -40,7 +40,7 @@ async def paced_engine(tokenizer: Any, batch: int, max_tokens: int) -> AsyncIter
     async def drive(worker: Worker, deliver: Any) -> None:
         turn = worker._turn
 
-        def timed(*arguments: Any) -> Report:
+        def timed(*arguments: Any) -> Report | None:
             began = time.thread_time()
             try:
                 return turn(*arguments)
