@@ -25,7 +25,7 @@ BLOCK_BYTES = 2 * 2 * 8 * 4 * 4
 """Keys and values, of two heads of eight numbers in float32, of four tokens."""
 SETTINGS = EngineSettings(
     device="cpu", deterministic=True, compiled_kernels=False, block_size=4, max_model_len=96, max_num_seqs=8,
-    enable_prefix_caching=False,
+    enable_prefix_caching=False, stream_interval=0.0,
 )  # fmt: skip
 PARAMS = SamplingParams(temperature=0.7, seed=3, max_tokens=24, n=2, allowed_token_ids=tuple(range(32, 127)))
 
