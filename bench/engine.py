@@ -33,8 +33,9 @@ async def ask(engine: trio_llm.Engine, load: Load, run: str, index: int) -> Answ
                 deltas = [first, *generation.drain()]
                 text = "".join(delta.text for delta in deltas)
                 if text:
-                    # a delta is a step of the engine, which is what a server that joins nothing would send
-                    answer.arrivals.append(Arrival(trio.current_time(), len(deltas), len(text)))
+                    # a chunk for each token, as from a server that joins nothing: a delta may hold several
+                    num_tokens = sum(len(delta.token_ids) for delta in deltas)
+                    answer.arrivals.append(Arrival(trio.current_time(), num_tokens, len(text)))
         usage = generation.usage
         answer.usage = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
         answer.finish_reason = str(generation.finish_reason)
